@@ -1,0 +1,1 @@
+"""Argument parsing and printing of the `mok` command."""

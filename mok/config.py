@@ -1,0 +1,113 @@
+"""Settings of a layer and of its overlap: frozen dataclasses that validate themselves."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "reglu")
+PRECISIONS = ("bf16", "mxfp8", "fp8")
+SWIGLU_OAI_ALPHA = 1.702   # gpt-oss: h = (clamp(u) + 1) * g * sigmoid(alpha * g)
+SWIGLU_OAI_LIMIT = 7.0     # gpt-oss's clamp, used when swiglu_limit is None
+
+BLOCK_M = 128              # rows of a segment's alignment in every plan, on every engine
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How finely communication and compute interleave in a fused kernel. No setting changes a bit of any result (P2).
+
+    minibatch_rows: rows of the routed buffer handed over at a time, a multiple of 128; None = the engine's measured default.
+    mover_warps: warps of each CTA that copy rows while the tensor cores run; None = the engine's default.
+    reserve_sms: multiprocessors left to other kernels (NCCL); None = 0 at one rank, NCCL's CTA count at several.
+
+    Raises ValueError for a value outside these ranges. Engines without a fused kernel ignore all three.
+    """
+
+    minibatch_rows: int | None = None
+    mover_warps: int | None = None
+    reserve_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.minibatch_rows is not None and (self.minibatch_rows < BLOCK_M or self.minibatch_rows % BLOCK_M):
+            raise ValueError(f"minibatch_rows={self.minibatch_rows} must be a positive multiple of {BLOCK_M}")
+        if self.mover_warps is not None and self.mover_warps not in (1, 2, 4, 8):
+            raise ValueError(f"mover_warps={self.mover_warps} must be 1, 2, 4 or 8")
+        if self.reserve_sms is not None and self.reserve_sms < 0:
+            raise ValueError(f"reserve_sms={self.reserve_sms} must not be negative")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Sizes and routing rule of one mixture-of-experts layer.
+
+    Sizes: hidden_size = H, intermediate_size = I of each routed expert, num_experts = E over all ranks, top_k = K routes a token.
+    shared_intermediate_sizes: one width I_s for each shared expert; shared_gated gives each of them a sigmoid gate per token.
+    activation, swiglu_limit, precision: as in `mok.moe`.
+    Router: score_function over the E logits; norm_topk_prob divides the K chosen weights by their sum; routed_scaling_factor multiplies
+    them afterwards. num_expert_groups / topk_groups: group-limited routing (DeepSeek-V3): experts are split into equal groups and only the
+    topk_groups best groups may be chosen from. balance: "aux_loss" (Switch), "bias" (DeepSeek-V3's loss-free bias, moved by
+    bias_update_rate after each training step) or "none". aux_loss_coef and z_loss_coef scale what `layer.aux_loss` holds.
+    layer_index, seed: every expert's initial values depend on (seed, layer_index, global expert id) alone.
+    initializer_range: standard deviation of the initial weights; None = 1/sqrt(fan_in).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    activation: str = "swiglu"
+    swiglu_limit: float | None = None
+    precision: str = "bf16"
+    expert_bias: bool = False
+    shared_intermediate_sizes: tuple[int, ...] = ()
+    shared_gated: bool = False
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_expert_groups: int = 1
+    topk_groups: int = 1
+    balance: Literal["aux_loss", "bias", "none"] = "aux_loss"
+    aux_loss_coef: float = 0.01
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.001
+    seed: int = 0
+    layer_index: int = 0
+    initializer_range: float | None = None
+    overlap: Overlap | None = None
+
+    def __post_init__(self) -> None:
+        _positive(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_experts=self.num_experts, top_k=self.top_k,
+                  num_expert_groups=self.num_expert_groups, topk_groups=self.topk_groups)
+        object.__setattr__(self, "shared_intermediate_sizes", tuple(self.shared_intermediate_sizes))
+        for width in self.shared_intermediate_sizes:
+            _positive(shared_intermediate_sizes=width)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} must not exceed num_experts={self.num_experts}")
+        check_activation(self.activation, self.swiglu_limit)
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r} must be one of {PRECISIONS}")
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(f"score_function={self.score_function!r} must be 'softmax' or 'sigmoid'")
+        if self.balance not in ("aux_loss", "bias", "none"):
+            raise ValueError(f"balance={self.balance!r} must be 'aux_loss', 'bias' or 'none'")
+        if self.num_experts % self.num_expert_groups:
+            raise ValueError(f"num_experts={self.num_experts} must be a multiple of num_expert_groups={self.num_expert_groups}")
+        if self.topk_groups > self.num_expert_groups:
+            raise ValueError(f"topk_groups={self.topk_groups} must not exceed num_expert_groups={self.num_expert_groups}")
+        available = self.topk_groups * (self.num_experts // self.num_expert_groups)
+        if self.top_k > available:
+            raise ValueError(f"top_k={self.top_k} must not exceed the {available} experts that {self.topk_groups} groups hold")
+
+
+def check_activation(activation: str, swiglu_limit: float | None) -> None:
+    """Raise ValueError unless `activation` is known and `swiglu_limit` (None or a positive number) applies to it."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{activation=} must be one of {ACTIVATIONS}")
+    if swiglu_limit is not None and (activation not in ("swiglu", "swiglu_oai") or not swiglu_limit > 0):
+        raise ValueError(f"{swiglu_limit=} must be a positive number, and only with activation 'swiglu' or 'swiglu_oai', not {activation!r}")

@@ -1,0 +1,1 @@
+"""Buffers and flags that peers can reach; knows nothing about MoE."""

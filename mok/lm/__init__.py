@@ -1,0 +1,1 @@
+"""The small MoE language model, its data, trainer and checkpoints."""

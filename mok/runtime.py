@@ -1,0 +1,27 @@
+"""The only process-wide state: the CPU tile pool, scratch, group registry, error words and the set of messages already printed."""
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+
+class Runtime:
+    """One instance a process, `runtime`. Everything that outlives a call hangs here; nothing is created at import."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._said: set[str] = set()
+        self.groups: dict[int, Any] = {}       # key -> ExpertGroup, so that custom ops can name a group by an integer
+        self.scratch: dict[Any, Any] = {}      # engines' reusable buffers, keyed by the engine
+
+    def say_once(self, message: str) -> None:
+        """Print one line on stderr, the first time this process has it to say."""
+        with self.lock:
+            if message in self._said:
+                return
+            self._said.add(message)
+        print(message, file=sys.stderr, flush=True)
+
+
+runtime = Runtime()
