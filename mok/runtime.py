@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 
@@ -14,6 +15,7 @@ class Runtime:
         self._said: set[str] = set()
         self.groups: dict[int, Any] = {}       # key -> ExpertGroup, so that custom ops can name a group by an integer
         self.scratch: dict[Any, Any] = {}      # engines' reusable buffers, keyed by the engine
+        self.error_words: list[Callable[[], Exception | None]] = []   # each reads a device's pinned error word; None = nothing to report
 
     def say_once(self, message: str) -> None:
         """Print one line on stderr, the first time this process has it to say."""
@@ -22,6 +24,13 @@ class Runtime:
                 return
             self._said.add(message)
         print(message, file=sys.stderr, flush=True)
+
+    def raise_pending_errors(self) -> None:
+        """Raise what a kernel wrote into an error word since the last look. Reads host memory only: no synchronisation."""
+        for read in self.error_words:
+            error = read()
+            if error is not None:
+                raise error
 
 
 runtime = Runtime()

@@ -1,0 +1,221 @@
+"""mok.moe: the layer without a router, as custom ops with autograd; says what is saved and lets an engine do the work.
+
+Mixed dtypes. The compute dtype is x's, or autocast's where autocast is on for x's device and x is not float64. x, weights and biases are
+converted to it (differentiably, so each gradient comes back in its own tensor's dtype); topk_weights is converted to the accumulation dtype,
+float32 (float64 for float64 x). y has x's dtype as it was handed in.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .checks import check_moe_arguments, check_settings
+from .config import Overlap
+from .engines import engine_name, get_engine
+from .engines.protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
+from .plan import RoutingPlan, empty_plan_like
+from .runtime import runtime
+
+
+def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
+        b_down: Tensor | None = None, shared: Sequence[SharedWeights] = (), activation: str = "swiglu", swiglu_limit: float | None = None,
+        precision: str = "bf16", group: None = None, overlap: Overlap | None = None, main_grad: tuple[Tensor, Tensor] | None = None,
+        layer_key: int = 0) -> Tensor:
+    """The mixture-of-experts layer given its routes: out[t] = sum_k topk_weights[t,k] * expert_{topk_ids[t,k]}(x[t]) + shared experts.
+
+    x (..., H), any strides. topk_ids (..., K) or (T, K) int32/int64, global expert ids, -1 = no expert: contributes exactly nothing and its
+    weight gets gradient 0; the same expert twice in one token counts twice. topk_weights like topk_ids, any floating dtype.
+    w_gate_up (E_local, 2I, H), gate rows first; w_down (E_local, H, I); b_gate_up (E_local, 2I); b_down (E_local, H).
+    shared: `mok.SharedExpert`s, applied to every token. activation: "swiglu", "swiglu_oai", "geglu" or "reglu"; swiglu_limit clamps the
+    first two. precision "bf16" = unquantised, in x's dtype. overlap: granularity of a fused kernel, changes no bit. main_grad: fp32
+    (E_local, 2I, H) and (E_local, H, I) that backward adds the weight gradients into; .grad of those weights then stays None.
+
+    Returns (..., H) in x's dtype. Differentiable once in x, topk_weights and all weights; whatever does not require grad costs nothing.
+    A valid expert with weight 0 is computed and multiplied, so its NaN or Inf reaches y, as in the dense formula; only -1 is skipped.
+
+    Raises ValueError naming a wrong argument (also an id outside -1..E-1: at once on a CPU, at the next call or `mok.check()` on a GPU),
+    NotImplementedError for a valid but unsupported one.
+    """
+    y, _ = moe_with_counts(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, activation, swiglu_limit, precision, group,
+                           overlap, main_grad, layer_key)
+    return y
+
+
+def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
+                    b_down: Tensor | None = None, shared: Sequence[SharedWeights] = (), activation: str = "swiglu",
+                    swiglu_limit: float | None = None, precision: str = "bf16", group: None = None, overlap: Overlap | None = None,
+                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0) -> tuple[Tensor, Tensor]:
+    """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received."""
+    accumulators = None if main_grad is None else MainGrad(*main_grad)
+    check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, accumulators)
+    dtype = compute_dtype(x)
+    check_settings(activation, swiglu_limit, precision, dtype)
+    if group is not None:
+        raise NotImplementedError("group must be None: expert parallelism is not implemented yet")
+    H, K = x.shape[-1], topk_ids.shape[-1]
+    tokens = x.reshape(-1, H).to(dtype)
+    weights = [None if w is None else w.to(dtype) for w in (w_gate_up, w_down, b_gate_up, b_down)]
+    shared_gate_up = [expert.w_gate_up.to(dtype) for expert in shared]
+    shared_down = [expert.w_down.to(dtype) for expert in shared]
+    shared_gate = [tokens.new_empty(0) if expert.gate_weight is None else expert.gate_weight.to(dtype) for expert in shared]
+    route_weights = topk_weights.reshape(-1, K).to(accumulation_dtype(dtype))
+    differentiable = [tokens, route_weights, *weights, *shared_gate_up, *shared_down, *shared_gate]
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+
+    plan = torch.ops.mok.plan(topk_ids.reshape(-1, K), w_gate_up.shape[0], dtype, H, w_down.shape[-1])
+    overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
+    y, _, _ = torch.ops.mok.moe_forward(tokens, route_weights, *weights, shared_gate_up, shared_down, shared_gate, plan, *(main_grad or (None, None)),
+                                        activation, swiglu_limit, precision, overlap_values, save)
+    return y.view(x.shape).to(x.dtype), plan[_TOKENS_PER_EXPERT]
+
+
+_TOKENS_PER_EXPERT = 5   # index of tokens_per_expert in RoutingPlan.tensors()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """x's dtype, or autocast's where autocast is on for its device; float64 is never lowered (torch's own autocast rule)."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def engine_for(x: Tensor, intermediate_size: int | None = None) -> str:
+    """Name of the engine that `mok.moe` would run for x (..., H): "cpu", "hopper" or "torch_gpu"."""
+    return engine_name(x.device, compute_dtype(x), x.shape[-1], intermediate_size)
+
+
+def check() -> None:
+    """Raise what a GPU kernel reported since the last call (a bad expert id, a time-out); nothing to report is silent. Does not synchronise."""
+    runtime.raise_pending_errors()
+
+
+def _engine(x: Tensor, w_down: Tensor):
+    return get_engine(engine_name(x.device, x.dtype, x.shape[-1], w_down.shape[-1]))
+
+
+@torch.library.custom_op("mok::plan", mutates_args=())
+def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int) -> list[Tensor]:
+    """RoutingPlan.tensors() of topk_ids (T, K). An op of its own: selective checkpointing can keep its result, and backward uses it."""
+    runtime.raise_pending_errors()
+    if topk_ids.device.type == "cpu" and topk_ids.numel():
+        low, high = (int(v) for v in torch.aminmax(topk_ids))
+        if low < -1 or high >= num_local_experts:
+            raise ValueError(f"topk_ids holds {low if low < -1 else high} and must hold -1 or expert ids 0..{num_local_experts - 1}")
+    engine = get_engine(engine_name(topk_ids.device, dtype, H, I))
+    return engine.build_plan(topk_ids, num_local_experts).tensors()
+
+
+@plan_op.register_fake
+def _(topk_ids, num_local_experts, dtype, H, I):
+    return empty_plan_like(topk_ids, num_local_experts, topk_ids.shape[0]).tensors()
+
+
+@torch.library.custom_op("mok::moe_forward", mutates_args=())
+def moe_forward_op(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None, b_down: Tensor | None,
+                   shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor], plan: list[Tensor],
+                   main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None, activation: str, swiglu_limit: float | None,
+                   precision: str, overlap: list[int], save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, z, shared_z): one forward pass on (T, H) tokens of one dtype. An ungated shared expert has an empty gate tensor."""
+    tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), save)
+    y, saved = _engine(x, w_down).forward(RoutingPlan(*plan), tensors, options)
+    return y, saved.z, saved.shared_z
+
+
+@moe_forward_op.register_fake
+def _(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
+      activation, swiglu_limit, precision, overlap, save):
+    rows, tokens = (plan[0].shape[0], x.shape[0]) if save else (0, 0)
+    return x.new_empty(x.shape), x.new_empty(rows, w_gate_up.shape[1]), x.new_empty(tokens, sum(w.shape[0] for w in shared_gate_up))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
+     ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _) = inputs
+    _, z, shared_z = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z, shared_z)
+    ctx.num_shared = len(shared_gate_up)
+    # Not saved tensors: several layers or micro-batches may add into one accumulator between this forward and its backward.
+    ctx.main_grad = (main_grad_gate_up, main_grad_down)
+    ctx.save_for_backward(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z, *plan, *shared_gate_up, *shared_down, *shared_gate)
+
+
+def _backward(ctx, dy, dz, dshared_z):
+    n, num_inputs = ctx.num_shared, 17
+    if dy is None:
+        return (None,) * num_inputs
+    saved = ctx.saved_tensors
+    x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z = saved[:8]
+    plan, shared = list(saved[8:-3 * n or None]), list(saved[len(saved) - 3 * n:])
+    needs = ctx.needs_input_grad
+    shared_needs = [need for group in needs[6:9] for need in (group if isinstance(group, (list, tuple)) else [group])]
+    wants = [bool(need) for need in (*needs[:6], *shared_needs)]
+    grads = torch.ops.mok.moe_backward(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared[:n], shared[n:2 * n], shared[2 * n:],
+                                            plan, z, shared_z, *ctx.main_grad, ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, wants)
+    if torch.is_grad_enabled() and grads:                                      # create_graph=True
+        grads = _OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in grads))
+    grads = iter(grads)
+    returned = _returned(wants, ctx.main_grad[0] is not None)
+    flat = [next(grads) if give else None for give in returned]
+    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * len(plan), *(None,) * 7)
+
+
+moe_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("mok::moe_backward", mutates_args=("main_grad_gate_up", "main_grad_down"))
+def moe_backward_op(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
+                    b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
+                    plan: list[Tensor], z: Tensor, shared_z: Tensor, main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None,
+                    activation: str, swiglu_limit: float | None, precision: str, overlap: list[int], wants: list[bool]) -> list[Tensor]:
+    """Gradients for which `wants` is true, in the order x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, then all shared gate_ups, downs,
+    gates; weight gradients that went into main_grad are left out."""
+    tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
+    main_grad = None if main_grad_gate_up is None or main_grad_down is None else MainGrad(main_grad_gate_up, main_grad_down)
+    n = len(shared_gate_up)
+    shared_wants = tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True))
+    grads = _engine(x, w_down).backward(RoutingPlan(*plan), tensors, options, Saved(z, shared_z), dy, Wants(*wants[:6], shared=shared_wants), main_grad)
+    return [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]
+
+
+@moe_backward_op.register_fake
+def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, z, shared_z, main_grad_gate_up,
+      main_grad_down, activation, swiglu_limit, precision, overlap, wants):
+    inputs = [x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared_gate_up, *shared_down, *shared_gate]
+    return [t.new_empty(t.shape) for t, give in zip(inputs, _returned(wants, main_grad_gate_up is not None), strict=True) if give]
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Hands gradients through; differentiating them again raises, instead of silently giving nothing. `anchor` only carries requires_grad."""
+
+    @staticmethod
+    def forward(ctx, anchor, *grads):
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("mok.moe is not twice differentiable; use mok.reference.moe_reference where second derivatives are needed")
+
+
+def _returned(wants: list[bool], into_main_grad: bool) -> list[bool]:
+    """Which gradients an op returns: the wanted ones, but for w_gate_up and w_down where main_grad takes them."""
+    return [want and not (into_main_grad and i in (2, 3)) for i, want in enumerate(wants)]
+
+
+def _flatten(grads: Grads, num_shared: int) -> list[Tensor | None]:
+    shared = grads.shared or [(None, None, None)] * num_shared
+    return [grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for i in range(3) for part in (s[i] for s in shared))]
+
+
+def _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate) -> MoETensors:
+    shared = tuple(SharedWeights(a, b, g if g.numel() else None) for a, b, g in zip(shared_gate_up, shared_down, shared_gate, strict=True))
+    return MoETensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
+
+
+def _overlap(values: list[int]) -> Overlap | None:
+    return None if all(v < 0 for v in values) else Overlap(*(None if v < 0 else v for v in values))
