@@ -77,6 +77,7 @@ class RoutingPlan:
         total_tokens: sum of T over ranks (bounds the rows that can arrive); None at W = 1, where it is T.
         """
         T, K = topk_ids.shape
+        check_row_limit(topk_ids, num_experts, T if total_tokens is None else total_tokens, block_m)
         device = topk_ids.device
         ids = topk_ids.reshape(-1).to(torch.int64)
         valid = (ids >= 0) & (ids < num_experts)
@@ -96,8 +97,7 @@ class RoutingPlan:
         padded = (per_expert + block_m - 1) // block_m * block_m
         owner = expert_owners(num_experts, world_size, device)
         running = padded.cumsum(0) - padded                                     # over all experts; minus the owner's first = in its buffer
-        first_of_owner = torch.tensor([experts_of_rank(num_experts, world_size, r)[0] for r in range(world_size)], device=device)
-        segment = running - torch.cat([running, running.new_zeros(1)])[first_of_owner[owner]]
+        segment = running - running[_first_experts(num_experts, world_size, device)[owner]]
 
         # a slot's row: its expert's segment + what lower ranks send there + its position among this rank's routes to the expert
         order = torch.argsort(bucket, stable=True)
@@ -133,6 +133,12 @@ class RoutingPlan:
                            num_tiles=(offsets[-1:] // block_m).to(torch.int32))
 
 
+def check_row_limit(topk_ids: Tensor, num_experts: int, total_tokens: int, block_m: int = BLOCK_M) -> None:
+    """Raise ValueError where a plan could hold more rows than int32 can name."""
+    if total_tokens * topk_ids.shape[1] + num_experts * block_m >= 2**31:
+        raise ValueError(f"topk_ids.shape={tuple(topk_ids.shape)} must have fewer than 2^31 routes over all ranks, padding included ({num_experts=})")
+
+
 def count_ids(ids: Tensor, num_experts: int) -> Tensor:
     """How often each of 0..E-1 occurs: ids (N,) int64, any other value ignored -> (E,) int64, without a device-to-host copy.
 
@@ -144,8 +150,15 @@ def count_ids(ids: Tensor, num_experts: int) -> Tensor:
 
 def expert_owners(num_experts: int, world_size: int, device: torch.device) -> Tensor:
     """(E,) int64: the rank that owns each expert. expert_owners(5, 2, ...) == [0, 0, 0, 1, 1]"""
-    sizes = [experts_of_rank(num_experts, world_size, r)[1] for r in range(world_size)]
-    return torch.cat([torch.full((size,), r, dtype=torch.int64, device=device) for r, size in enumerate(sizes)])
+    experts = torch.arange(num_experts, device=device)
+    return torch.searchsorted(_first_experts(num_experts, world_size, device), experts, right=True) - 1
+
+
+def _first_experts(num_experts: int, world_size: int, device: torch.device) -> Tensor:
+    """(W,) int64: `experts_of_rank`'s first expert of each rank, computed on the device."""
+    base, extra = divmod(num_experts, world_size)
+    ranks = torch.arange(world_size, device=device)
+    return ranks * base + ranks.clamp(max=extra)
 
 
 def empty_plan_like(topk_ids: Tensor, num_local_experts: int, total_tokens: int, block_m: int = BLOCK_M) -> RoutingPlan:
