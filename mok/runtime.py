@@ -13,6 +13,7 @@ class Runtime:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._said: set[str] = set()
+        self.layers_built: dict[int | None, int] = {}   # group key (None = no group) -> how many mok.MoE were constructed in it
         self.groups: dict[int, Any] = {}       # key -> ExpertGroup, so that custom ops can name a group by an integer
         self.scratch: dict[Any, Any] = {}      # engines' reusable buffers, keyed by the engine
         self.error_words: list[Callable[[], Exception | None]] = []   # each reads a device's pinned error word; None = nothing to report
@@ -24,6 +25,12 @@ class Runtime:
                 return
             self._said.add(message)
         print(message, file=sys.stderr, flush=True)
+
+    def next_layer_key(self, group_key: int | None) -> int:
+        """1, 2, ...: the construction number of a mok.MoE in its group, equal on all ranks that build the same layers in the same order."""
+        with self.lock:
+            self.layers_built[group_key] = self.layers_built.get(group_key, 0) + 1
+            return self.layers_built[group_key]
 
     def raise_pending_errors(self) -> None:
         """Raise what a kernel wrote into an error word since the last look. Reads host memory only: no synchronisation."""
