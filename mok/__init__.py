@@ -1,6 +1,9 @@
 """Mixture-of-Kittens: the mixture-of-experts training layer as one kernel launch a pass. Importing it touches no GPU, Triton or process group."""
 from .config import MoEConfig, Overlap
+from .engines.protocol import SharedWeights as SharedExpert
 from .function import check, engine_for, moe
+from .layer import MoE
+from .router import checkpoint_policy
 
 __version__ = "0.1.0"
-__all__ = ["MoEConfig", "Overlap", "check", "engine_for", "moe"]
+__all__ = ["MoE", "MoEConfig", "Overlap", "SharedExpert", "check", "checkpoint_policy", "engine_for", "moe"]
