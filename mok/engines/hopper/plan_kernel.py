@@ -1,0 +1,206 @@
+"""RoutingPlan at W = 1, built on the GPU in three launches: equal bit for bit to `RoutingPlan.build(topk_ids, num_experts)`.
+
+Slots (token*K + k) are cut into chunks, one for each program:
+  1. `_count_slots_kernel`   counts[chunk, e] = slots of this chunk that go to expert e; reports ids outside -1..E-1
+  2. `_scan_chunks_kernel`   counts[chunk, e] becomes the slots of earlier chunks that go to e; tokens_per_expert
+  3. `_scatter_slots_kernel` every program derives the segments from tokens_per_expert, gives each slot of its chunk its row, and fills its
+                             share of the tiles (expert, padding)
+A slot's row = first row of the expert's segment + slots of earlier chunks + earlier slots of the chunk that go to the same expert: a count,
+never the outcome of a race, so the order is stable whatever runs first. Nothing needs zeroed memory, a host copy or a host sync.
+
+Legend: T tokens, K routes a token, E experts, R rows of the plan. Limits: `unsupported_reason`. Compiled variants: ids' dtype (int32, int64)
+x EXPERT_CLASSES; T, K, E and strides are run-time values that nothing specialises on.
+"""
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...config import BLOCK_M
+from ...plan import RoutingPlan, empty_plan_like, plan_capacity
+from ...runtime import EXPERT_RADIX, runtime
+
+EXPERT_CLASSES = (32, 128, 512, 1024)   # widths of the per-expert vectors: the only sizes that select another binary
+MAX_CHUNKS = 512                        # programs of launches 1 and 3; fewer than four to an SM, so all are resident on an H200
+BLOCK_COUNT = 512                       # slots counted at a time
+BLOCK_RANK = 128                        # slots ranked against each other at a time
+BLOCK_EXPERTS = 8                       # experts scanned by one program of launch 2: 32 bytes, one memory sector a chunk
+BLOCK_TILES = 8                         # row tiles filled at a time
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}   # BLOCK_RANK slots are one for each thread; no float here, Triton 3.9 warns if left open
+_NOT_SPECIALIZED = ["num_slots", "top_k", "num_experts", "stride_token", "stride_k", "chunk_slots", "num_chunks", "capacity_tiles"]
+
+
+def unsupported_reason(num_slots: int, num_experts: int, block_m: int = BLOCK_M) -> str | None:
+    """Why this builder cannot plan `num_slots` = T*K routes to E experts, or None: E is 1..1024 and rows are counted in 31 bits."""
+    if not 1 <= num_experts <= EXPERT_CLASSES[-1]:
+        return f"{num_experts=} must be from 1 to {EXPERT_CLASSES[-1]}"
+    if plan_capacity(num_slots, num_experts, block_m) >= 2**31 - 2**23:      # headroom: the end of the last chunk is counted in 32 bits too
+        return f"T*K={num_slots} routes need more than 2**31 rows"
+    return None
+
+
+@triton.jit
+def _load_ids(topk_ids, slot, inside, top_k, stride_token, stride_k):
+    """The ids of `slot`, int64; the offset is 64-bit because a strided view may span more than 2^31 elements."""
+    token = slot // top_k
+    k = slot - token * top_k
+    return tl.load(topk_ids + token.to(tl.int64) * stride_token + k.to(tl.int64) * stride_k, mask=inside, other=-1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["topk_ids", "error_word", "counts"])
+def _count_slots_kernel(topk_ids, error_word, counts, num_slots, top_k, num_experts, stride_token, stride_k, chunk_slots,
+                        EXPERTS: tl.constexpr, BLOCK: tl.constexpr, RADIX: tl.constexpr):
+    chunk = tl.program_id(0)
+    begin = chunk * chunk_slots
+    end = tl.minimum(begin + chunk_slots, num_slots)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for first in range(begin, end, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        inside = slot < end
+        ids = _load_ids(topk_ids, slot, inside, top_k, stride_token, stride_k)
+        valid = (ids >= 0) & (ids < num_experts)
+        total += tl.histogram(tl.where(valid, ids, 0).to(tl.int32), EXPERTS, mask=valid)
+        bad = inside & ((ids < -1) | (ids >= num_experts))
+        bad_slot = tl.min(tl.where(bad, slot, num_slots), axis=0)
+        if bad_slot < num_slots:
+            # one 8-byte store carries id and E, so the host never reads half of a report; which of several is seen last is left open
+            value = tl.sum(tl.where(slot == bad_slot, ids, 0), axis=0)
+            value = tl.minimum(tl.maximum(value, -(1 << 51)), (1 << 51) - 1)
+            tl.store(error_word, value * RADIX + num_experts)
+    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), total)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["counts", "tokens_per_expert"])
+def _scan_chunks_kernel(counts, tokens_per_expert, num_experts, num_chunks, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.arange(0, CHUNKS)
+    where = counts + chunk[:, None] * EXPERTS + expert[None, :]
+    mask = (chunk < num_chunks)[:, None] & (expert < num_experts)[None, :]
+    own = tl.load(where, mask=mask, other=0)
+    tl.store(where, tl.cumsum(own, axis=0) - own, mask=mask)
+    tl.store(tokens_per_expert + expert, tl.sum(own, axis=0), mask=expert < num_experts)
+
+
+@triton.jit
+def _fill_tiles(group, ends, limits, total, row_to_slot, row_to_rank, tile_to_expert, capacity_tiles,
+                BLOCK_M: tl.constexpr, TILES: tl.constexpr, EXPERTS: tl.constexpr):
+    """Expert of each tile of this group, and what row_to_slot and row_to_rank hold in its padding rows; limits: a segment's last valid row + 1."""
+    tile = group * TILES + tl.arange(0, TILES)
+    first_row = tile * BLOCK_M
+    used = first_row < total
+    expert = tl.sum((ends[None, :] <= first_row[:, None]).to(tl.int32), axis=1)     # segments that end at or before the tile
+    tl.store(tile_to_expert + tile, tl.where(used, expert, -1), mask=tile < capacity_tiles)
+    limit = tl.where(used, tl.gather(limits, tl.minimum(expert, EXPERTS - 1), axis=0), 0)
+    row = first_row[:, None] + tl.arange(0, BLOCK_M)[None, :]
+    filled = row < limit[:, None]
+    stored = (tile < capacity_tiles)[:, None]
+    tl.store(row_to_rank + row, tl.where(filled, 0, -1), mask=stored)
+    tl.store(row_to_slot + row, tl.full([TILES, BLOCK_M], -1, tl.int32), mask=stored & (filled == 0))
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED,
+            do_not_specialize_on_alignment=["topk_ids", "counts", "tokens_per_expert", "row_to_slot", "row_to_rank", "slot_to_row",
+                                            "tile_to_expert", "expert_offsets", "num_tiles"])
+def _scatter_slots_kernel(topk_ids, counts, tokens_per_expert, row_to_slot, row_to_rank, slot_to_row, tile_to_expert, expert_offsets, num_tiles,
+                          num_slots, top_k, num_experts, stride_token, stride_k, chunk_slots, num_chunks, capacity_tiles,
+                          EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    tokens = tl.load(tokens_per_expert + expert, mask=expert < num_experts, other=0)
+    padded = (tokens + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    ends = tl.cumsum(padded, axis=0)
+    starts = ends - padded
+    total = tl.sum(padded, axis=0)
+    if chunk == 0:
+        tl.store(expert_offsets + expert, starts.to(tl.int64), mask=expert < num_experts)
+        tl.store(expert_offsets + num_experts, total.to(tl.int64))
+        tl.store(num_tiles, total // BLOCK_M)
+
+    # the grid is larger than the chunks when padding outweighs the routes: the programs behind the last chunk have begin >= end
+    counted = tl.minimum(chunk, num_chunks - 1)
+    next_row = starts + tl.load(counts + counted * EXPERTS + expert, mask=expert < num_experts, other=0)
+    begin = chunk * chunk_slots
+    end = tl.minimum(begin + chunk_slots, num_slots)
+    position = tl.arange(0, BLOCK)
+    for first in range(begin, end, BLOCK):
+        slot = first + position
+        inside = slot < end
+        ids = _load_ids(topk_ids, slot, inside, top_k, stride_token, stride_k)
+        valid = (ids >= 0) & (ids < num_experts)
+        owner = tl.where(valid, ids, 0).to(tl.int32)
+        key = tl.where(valid, owner, -1)
+        earlier = (key[:, None] == key[None, :]) & (position[:, None] > position[None, :])
+        row = tl.gather(next_row, owner, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
+        tl.store(slot_to_row + slot, tl.where(valid, row, -1), mask=inside)
+        tl.store(row_to_slot + row, slot, mask=valid)
+        next_row += tl.histogram(owner, EXPERTS, mask=valid)
+
+    for group in range(chunk, (capacity_tiles + TILES - 1) // TILES, tl.num_programs(0)):
+        _fill_tiles(group, ends, starts + tokens, total, row_to_slot, row_to_rank, tile_to_expert, capacity_tiles, BLOCK_M, TILES, EXPERTS)
+
+
+def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) -> RoutingPlan:
+    """The plan of one rank at W = 1, equal bit for bit to `RoutingPlan.build(topk_ids, num_experts)`; capturable in a CUDA graph.
+
+    topk_ids: (T, K) int32 or int64 on a CUDA device, any strides (read in place), -1 = no expert. An id outside -1..E-1 counts as -1 here
+    and is reported in the device's error word: `runtime.raise_pending_errors()` raises the ValueError once the kernel has run.
+    Raises ValueError for a shape, dtype or size that `unsupported_reason` refuses.
+    """
+    if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids.shape={tuple(topk_ids.shape)}, dtype={topk_ids.dtype} must be (T, K) of int32 or int64")
+    T, K = topk_ids.shape
+    num_slots = T * K
+    reason = unsupported_reason(num_slots, num_experts, block_m)
+    if reason is not None:
+        raise ValueError(reason)
+    experts = next(size for size in EXPERT_CLASSES if size >= num_experts)
+    plan = empty_plan_like(topk_ids, num_experts, T, block_m)
+    chunk_slots, num_chunks = chunking(num_slots)
+    counts = topk_ids.new_empty((num_chunks, experts), dtype=torch.int32)
+    capacity_tiles = plan.num_rows // block_m
+    programs = max(num_chunks, min(MAX_CHUNKS, triton.cdiv(capacity_tiles, BLOCK_TILES)))
+    stride_token, stride_k = topk_ids.stride()
+    top_k = max(K, 1)
+    # the launches below go to the current device, which need not be that of topk_ids
+    with torch.cuda.device(topk_ids.device) if topk_ids.is_cuda else nullcontext():
+        _count_slots_kernel[(num_chunks,)](topk_ids, runtime.error_word(topk_ids.device), counts, num_slots, top_k, num_experts, stride_token,
+                                           stride_k, chunk_slots, EXPERTS=experts, BLOCK=BLOCK_COUNT, RADIX=EXPERT_RADIX, **LAUNCH)
+        _scan_chunks_kernel[(triton.cdiv(num_experts, BLOCK_EXPERTS),)](counts, plan.tokens_per_expert, num_experts, num_chunks, EXPERTS=experts,
+                                                                       CHUNKS=MAX_CHUNKS, BLOCK=BLOCK_EXPERTS, **LAUNCH)
+        _scatter_slots_kernel[(programs,)](topk_ids, counts, plan.tokens_per_expert, plan.row_to_slot, plan.row_to_rank, plan.slot_to_row,
+                                           plan.tile_to_expert, plan.expert_offsets, plan.num_tiles, num_slots, top_k, num_experts, stride_token,
+                                           stride_k, chunk_slots, num_chunks, capacity_tiles, EXPERTS=experts, BLOCK=BLOCK_RANK, BLOCK_M=block_m,
+                                           TILES=BLOCK_TILES, **LAUNCH)
+    return plan
+
+
+def chunking(num_slots: int) -> tuple[int, int]:
+    """(slots in a chunk, a multiple of BLOCK_RANK; number of chunks, 1..MAX_CHUNKS). chunking(1000) == (128, 8)"""
+    chunk_slots = max(1, triton.cdiv(num_slots, MAX_CHUNKS * BLOCK_RANK)) * BLOCK_RANK
+    return chunk_slots, max(1, triton.cdiv(num_slots, chunk_slots))
+
+
+def compile_sources() -> list[tuple[str, object, dict[str, int]]]:
+    """(name, ASTSource, compile options) of every variant, for a compile check on a machine without a GPU."""
+    from triton.compiler import ASTSource
+
+    sources = []
+    for experts in EXPERT_CLASSES:
+        constexprs = {
+            _scan_chunks_kernel: {"EXPERTS": experts, "CHUNKS": MAX_CHUNKS, "BLOCK": BLOCK_EXPERTS},
+            _count_slots_kernel: {"EXPERTS": experts, "BLOCK": BLOCK_COUNT, "RADIX": EXPERT_RADIX},
+            _scatter_slots_kernel: {"EXPERTS": experts, "BLOCK": BLOCK_RANK, "BLOCK_M": BLOCK_M, "TILES": BLOCK_TILES},
+        }
+        for kernel, constants in constexprs.items():
+            for ids in ("i32", "i64"):
+                if kernel is _scan_chunks_kernel and ids == "i64":
+                    continue                                            # launch 2 does not read the ids
+                types = {"topk_ids": f"*{ids}", "error_word": "*i64", "expert_offsets": "*i64", **dict.fromkeys(_NOT_SPECIALIZED, "i32"),
+                         **dict.fromkeys(constants, "constexpr")}
+                signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
+                sources.append((f"plan{kernel.__name__}_{ids}_E{experts}", ASTSource(kernel, signature, constants), LAUNCH))
+    return sources
