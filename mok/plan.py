@@ -46,6 +46,8 @@ class RoutingPlan:
     tokens_per_expert  (E_local,)  valid rows of each local expert                 [2, 0, 1]
     num_tiles          (1,)        used row tiles                                  [2]
 
+    slot_to_rank       (T*K,)      rank that owns the slot's expert; -1 = no expert; None at W = 1, where it is this rank
+
     At W > 1 a rank knows the counts of all ranks and its own routes only: row_to_slot holds -1 for rows that other ranks send, until the
     slot ids that travel with those rows are written there; row_to_rank tells such rows (>= 0) from padding (-1).
     """
@@ -57,6 +59,7 @@ class RoutingPlan:
     expert_offsets: Tensor
     tokens_per_expert: Tensor
     num_tiles: Tensor
+    slot_to_rank: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -65,7 +68,8 @@ class RoutingPlan:
 
     def tensors(self) -> list[Tensor]:
         """The maps in field order, as custom ops pass them; `RoutingPlan(*plan.tensors())` is the same plan."""
-        return [getattr(self, field.name) for field in fields(self)]
+        values = [getattr(self, field.name) for field in fields(self)]
+        return values if self.slot_to_rank is not None else values[:-1]
 
     @staticmethod
     def build(topk_ids: Tensor, num_experts: int, *, rank: int = 0, counts: Tensor | None = None, total_tokens: int | None = None,
@@ -83,6 +87,7 @@ class RoutingPlan:
         valid = (ids >= 0) & (ids < num_experts)
         bucket = torch.where(valid, ids, num_experts)                          # -1 routes sort behind every expert
         own_counts = count_ids(bucket, num_experts)
+        several_ranks = counts is not None
         if counts is None:
             counts, total_tokens = own_counts.unsqueeze(0), T
         if total_tokens is None:
@@ -109,6 +114,10 @@ class RoutingPlan:
         sorted_row = torch.where(sorted_bucket < num_experts, sorted_row, -1)
         slot_to_row = torch.empty(T * K, dtype=torch.int32, device=device).scatter_(0, order, sorted_row.to(torch.int32))
 
+        slot_to_rank = None
+        if several_ranks:
+            slot_to_rank = torch.where(valid, owner[ids.clamp(0, num_experts - 1)], -1).to(torch.int32)
+
         R = plan_capacity(total_tokens * K, num_local, block_m)
         local = slice(first, first + num_local)
         offsets = torch.cat([segment[local], (padded[local].sum()).view(1)])
@@ -130,7 +139,7 @@ class RoutingPlan:
         return RoutingPlan(row_to_slot=row_to_slot.contiguous(), row_to_rank=row_to_rank, slot_to_row=slot_to_row,
                            tile_to_expert=torch.where(tile_expert < num_local, tile_expert, -1).to(torch.int32),
                            expert_offsets=offsets, tokens_per_expert=per_expert[local].to(torch.int32),
-                           num_tiles=(offsets[-1:] // block_m).to(torch.int32))
+                           num_tiles=(offsets[-1:] // block_m).to(torch.int32), slot_to_rank=slot_to_rank)
 
 
 def check_row_limit(topk_ids: Tensor, num_experts: int, total_tokens: int, block_m: int = BLOCK_M) -> None:

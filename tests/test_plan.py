@@ -97,6 +97,7 @@ def test_every_number_of_ranks_gives_the_same_rows(case, W, random, block_m):
         expected = whole.slot_to_row[start * K:(start + shards[r].shape[0]) * K].long()
         expected = torch.where(ids >= 0, expected - shift[owners[ids.clamp(min=0)]], -1)
         assert torch.equal(plan.slot_to_row.long(), expected)
+        assert torch.equal(plan.slot_to_rank.long(), torch.where(ids >= 0, owners[ids.clamp(min=0)], -1))
 
 
 def test_ids_out_of_range_count_as_no_expert():

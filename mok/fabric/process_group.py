@@ -1,0 +1,182 @@
+"""The process-group fabric: rows and small messages between ranks of a torch.distributed group, with every failure put down to a peer.
+
+Pairwise sends and receives on a gloo group of its own (so nothing that the user's collectives do can interleave with them); each peer is
+waited for in a thread of its own, so the peer that failed or stalled is known by name and the first to fail is seen first, whatever the
+order of ranks. CUDA tensors travel by `all_to_all_single` on the user's own group instead.
+"""
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_MESSAGE_BYTES = 16384     # one fixed-size control message: holds the counts of 1024 experts beside a pass's signature
+_GRACE_S = 0.5             # how long a broken connection's process may take to be seen as ended
+_LINGER_S = 1.0            # how long a witness stays after naming the lost peer, so that the others read its word before it goes too
+
+
+class FabricError(RuntimeError):
+    """Communication between ranks failed; `peers` are the group ranks that it is put down to. The group is dead afterwards, a new one works."""
+
+    def __init__(self, message: str, peers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
+class FabricTimeout(FabricError):
+    """A peer did not answer within the group's time-out."""
+
+
+class PeerLost(FabricError):
+    """A peer's process ended or its connection broke."""
+
+
+class ProcessGroupFabric:
+    """Exchanges tensors between the ranks of `process_group` (default group if None), each wait bounded by `timeout_s` seconds.
+
+    `name` tells this fabric from every other of the process and is the same on all its ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float, name: str) -> None:
+        if not dist.is_initialized():
+            raise ValueError("process_group=None needs torch.distributed: call init_process_group first")
+        self.data_group = process_group if process_group is not None else dist.group.WORLD
+        self.global_ranks: list[int] = dist.get_process_group_ranks(self.data_group)
+        self.rank = dist.get_rank(self.data_group)
+        if self.rank < 0:
+            raise ValueError(f"process_group of global ranks {self.global_ranks} must contain this rank, {dist.get_rank()}")
+        self.world_size = len(self.global_ranks)
+        self.timeout = timedelta(seconds=timeout_s)
+        self._control = dist.new_group(self.global_ranks, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
+        self._name = name
+        self._dead: FabricError | None = None
+        self._peers: list[dict] = [{} for _ in range(self.world_size)]
+        self._peers = self.exchange_messages({"host": socket.gethostname(), "pid": os.getpid()}, "construction")
+
+    def peer_name(self, rank: int) -> str:
+        """How errors call a rank: its rank in this group, its global rank, its host and process."""
+        who = self._peers[rank]
+        where = f", pid {who['pid']} on {who['host']}" if who else ""
+        return f"rank {rank} (global rank {self.global_ranks[rank]}{where})"
+
+    def exchange_messages(self, message: dict, what: str) -> list[dict]:
+        """Every rank's `message` (small, JSON-able), in rank order. `what` names the moment in errors."""
+        text = json.dumps(message).encode()
+        if len(text) > _MESSAGE_BYTES:
+            raise ValueError(f"message of {len(text)} bytes must be at most {_MESSAGE_BYTES}: {text[:80]!r}...")
+        out = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        out[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        inbox = [out if r == self.rank else torch.empty_like(out) for r in range(self.world_size)]
+        self._pairwise([out] * self.world_size, inbox, what)
+        return [json.loads(bytes(box.numpy()).rstrip(b"\0")) for box in inbox]
+
+    def exchange_rows(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
+        """rows (sum of send_counts, ...), grouped by destination rank -> (sum of receive_counts, ...), grouped by source rank in rank order."""
+        rows = rows.contiguous()
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        if rows.device.type != "cpu":
+            dist.all_to_all_single(received, rows, list(receive_counts), list(send_counts), group=self.data_group)
+            return received
+        outgoing, incoming = list(rows.split(list(send_counts))), list(received.split(list(receive_counts)))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        self._pairwise(outgoing, incoming, what)
+        return received
+
+    def _pairwise(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> None:
+        """Send outgoing[r] to and receive incoming[r] from every other rank r; empty tensors do not travel (both sides know the sizes)."""
+        self.raise_if_dead()
+        waits: list[tuple[int, Callable[[], object]]] = []
+        for step in range(1, self.world_size):                       # a different partner each step, so that no rank is everybody's first
+            to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+            try:
+                if outgoing[to].numel():
+                    waits.append((to, self._bounded(dist.isend(outgoing[to], group=self._control, group_dst=to))))
+                if incoming[source].numel():
+                    waits.append((source, self._bounded(dist.irecv(incoming[source], group=self._control, group_src=source))))
+            except RuntimeError as error:                             # a connection already known to be broken fails at once
+                self._fail({to: error}, what)
+        if not waits:
+            return
+        by_peer: dict[int, list[Callable[[], object]]] = {}
+        for peer, bounded in waits:
+            by_peer.setdefault(peer, []).append(bounded)
+        outcomes: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        for peer, calls in by_peer.items():
+            if len(by_peer) == 1:
+                _report(outcomes, peer, calls)
+            else:                                                     # daemons: a wait that never ends must not keep the process alive
+                threading.Thread(target=_report, args=(outcomes, peer, calls), daemon=True, name=f"mok-fabric-{peer}").start()
+        for _ in by_peer:
+            peer, error = outcomes.get()
+            if error is not None:
+                self._fail({peer: error}, what)
+
+    def _bounded(self, work) -> Callable[[], object]:
+        return lambda: work.wait(self.timeout)
+
+    def raise_if_dead(self) -> None:
+        """Raise again what killed this group, if anything did."""
+        if self._dead is not None:
+            raise type(self._dead)(f"this ExpertGroup is dead: {self._dead}", self._dead.peers)
+
+    def _fail(self, failed: dict[int, BaseException], what: str) -> None:
+        """Put a failure down to a peer, mark this group dead, raise."""
+        timed_out = all("timed out" in str(error).lower() for error in failed.values())
+        lost, timed_out = self.find_lost(list(failed), timed_out)
+        names = ", ".join(self.peer_name(r) for r in lost)
+        if timed_out:
+            self._dead = FabricTimeout(f"{names} did not answer within {self.timeout.total_seconds():g} s during {what}", lost)
+        else:
+            self._dead = PeerLost(f"lost {names} during {what}", lost)
+        raise self._dead from next(iter(failed.values()))
+
+    def find_lost(self, suspects: list[int], timed_out: bool) -> tuple[list[int], bool]:
+        """(group ranks that a failure is put down to, whether they stalled rather than ended): what the first witness wrote down, else the
+        processes that ended, else the suspects.
+
+        A rank that loses a peer ends too and takes its own connections along, so whoever looks later sees several broken ones; the first
+        witness's word in the rendezvous store names the cause.
+        """
+        deadline = time.monotonic() + (0 if timed_out else _GRACE_S)
+        while not (ended := [r for r in range(self.world_size) if self._process_ended(r)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        verdict = (ended or suspects, timed_out and not ended)
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            first = tuple(json.loads(store.compare_set(f"mok/lost/{self._name}", "", json.dumps(verdict))))
+        except Exception:                       # the store's own process may be what ended; then this rank's own observation stands
+            return verdict
+        time.sleep(_LINGER_S)
+        return first[0], first[1]
+
+    def _process_ended(self, rank: int) -> bool:
+        who = self._peers[rank]
+        if not who or who["host"] != socket.gethostname():
+            return False
+        try:
+            with open(f"/proc/{who['pid']}/stat") as stat:
+                return stat.read().rsplit(")", 1)[1].split()[0] in ("Z", "X")
+        except FileNotFoundError:
+            return os.path.isdir("/proc/self")
+        except OSError:
+            return False
+
+
+def _report(outcomes: queue.SimpleQueue, peer: int, calls: Sequence[Callable[[], object]]) -> None:
+    """Run one peer's waits and put (peer, None or what they raised)."""
+    try:
+        for call in calls:
+            call()
+    except BaseException as error:
+        outcomes.put((peer, error))
+    else:
+        outcomes.put((peer, None))

@@ -1,0 +1,84 @@
+"""ExpertGroup: the ranks that share one layer's experts, and the handshake that lets them notice a mismatch instead of hanging on it."""
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .fabric.process_group import ProcessGroupFabric
+from .plan import experts_of_rank
+from .runtime import runtime
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class ExpertGroup:
+    """Expert-parallel ranks over a torch.distributed process group.
+
+    process_group: any group that contains this rank (None = the default group). Building an ExpertGroup is collective: all its ranks build
+    it, in the same order relative to other groups. timeout_s: how long any rank waits for another before it raises `mok.FabricTimeout`.
+
+    Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order; a call
+    that differs in anything that must agree raises ValueError on every rank. A peer that ends or stalls raises `mok.PeerLost` or
+    `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"{timeout_s=} must be a positive number of seconds")
+        self.process_group = process_group
+        self.timeout_s = timeout_s
+        self.key = runtime.new_group_key()
+        self.fabric = ProcessGroupFabric(process_group, timeout_s, name=str(self.key))
+        self.rank, self.size = self.fabric.rank, self.fabric.world_size
+        self._calls = 0
+        runtime.groups[self.key] = self
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ExpertGroup:
+        """The group of a one-dimensional mesh, such as `device_mesh["ep"]`."""
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh.ndim={mesh.ndim} must be 1: pass one dimension of it, such as mesh['ep']")
+        return cls(mesh.get_group(), timeout_s=timeout_s)
+
+    def local_experts(self, num_experts: int) -> tuple[int, int]:
+        """(first global id, count) of the experts that this rank owns out of `num_experts`."""
+        if num_experts < self.size:
+            raise ValueError(f"{num_experts=} must be at least the group's {self.size} ranks")
+        return experts_of_rank(num_experts, self.size, self.rank)
+
+    def handshake(self, signature: dict, *, error: str | None = None, **facts) -> list[dict]:
+        """Every rank's facts, once all ranks have made the same call with the same signature.
+
+        signature: what must agree (pass, layer key, wanted gradients, H, I, K, dtype, ...). facts: what may differ (tokens, experts, counts).
+        error: this rank cannot go on and says why; all ranks raise then. Raises ValueError, the same on every rank, naming what differs.
+        """
+        self._calls += 1
+        what = f"{signature.get('pass', 'call')} (call {self._calls}, layer {signature.get('layer_key', 0)})"
+        headers = self.fabric.exchange_messages({"signature": {"call": self._calls, **signature}, "error": error, "facts": facts}, what)
+        for rank, header in enumerate(headers):
+            if header["error"] is not None:
+                raise ValueError(header["error"] if rank == self.rank else f"rank {rank} of the ExpertGroup failed in {what}: {header['error']}")
+        for field in {key: None for header in headers for key in header["signature"]}:
+            values = [header["signature"].get(field) for header in headers]
+            if any(value != values[0] for value in values):
+                by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                raise ValueError(f"{field} must be the same on all ranks of the ExpertGroup in {what}; {by_rank}")
+        return [header["facts"] for header in headers]
+
+    def total_experts(self, experts_by_rank: list[int]) -> int:
+        """E, the sum of the ranks' E_local; ValueError on every rank unless they are the contiguous split."""
+        E = sum(experts_by_rank)
+        expected = [experts_of_rank(E, self.size, r)[1] for r in range(self.size)]
+        if experts_by_rank != expected or E < self.size:
+            raise ValueError(f"w_gate_up holds {experts_by_rank} experts on the ranks of the ExpertGroup and must hold {expected}: contiguous "
+                             "blocks, at least one a rank, the first E mod W ranks one more")
+        return E
+
+    def __deepcopy__(self, memo) -> ExpertGroup:
+        return self                                    # a copied layer talks to the same peers
+
+    def __reduce__(self):
+        return runtime.group_by_key, (self.key,)       # unpickled in the same process: re-attached; elsewhere: None, to be set by the user
+
+    def __repr__(self) -> str:
+        return f"ExpertGroup(rank={self.rank}, size={self.size}, key={self.key})"
