@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class MoE(nn.Module):
         self._forget_forward()
         self.reset_parameters()
 
+    def _shared(self) -> list[SharedParameters]:
+        return cast(list[SharedParameters], list(self.shared_experts))
+
     def _forget_forward(self) -> None:
         self.aux_loss: Tensor | None = None
         self.tokens_per_expert: Tensor | None = None
@@ -82,7 +85,7 @@ class MoE(nn.Module):
             expert = f"expert {self.first_expert + local}"
             self._draw(self.w_gate_up[local], expert, "w_gate_up")
             self._draw(self.w_down[local], expert, "w_down")
-        for i, shared in enumerate(self.shared_experts):
+        for i, shared in enumerate(self._shared()):
             self._draw(shared.w_gate_up, f"shared {i}", "w_gate_up")
             self._draw(shared.w_down, f"shared {i}", "w_down")
             if shared.gate_weight is not None:
@@ -131,7 +134,7 @@ class MoE(nn.Module):
             topk_ids, topk_weights = routed.topk_ids, routed.topk_weights
         y, tokens_per_expert = moe_with_counts(
             tokens, topk_ids, topk_weights, self.w_gate_up, self.w_down, b_gate_up=self.b_gate_up, b_down=self.b_down,
-            shared=tuple(expert.weights() for expert in self.shared_experts), activation=config.activation, swiglu_limit=config.swiglu_limit,
+            shared=[expert.weights() for expert in self._shared()], activation=config.activation, swiglu_limit=config.swiglu_limit,
             precision=config.precision, group=self.group, overlap=config.overlap, layer_key=self.layer_key)
 
         # losses and loads are of this rank's tokens; with a group the plan counts all ranks' routes to the local experts instead
@@ -207,4 +210,4 @@ class MoE(nn.Module):
         c = self.config
         shared = f", shared={list(c.shared_intermediate_sizes)}" if c.shared_intermediate_sizes else ""
         experts = f"{c.num_experts}" if self.group is None else f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1} of {c.num_experts}"
-        return f"H={c.hidden_size}, I={c.intermediate_size}, experts={experts}, top_k={c.top_k}, {c.activation}, {c.precision}{shared}, layer_key={self.layer_key}"
+        return f"H={c.hidden_size}, I={c.intermediate_size}, experts={experts}, {c.activation}, {c.precision}{shared}, layer_key={self.layer_key}"

@@ -45,6 +45,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, topk_ids: Tensor | None = None) -> Routes:
         """x (T, H); padding_mask (T,) bool, True = padding: ids -1, weights 0; topk_ids (T, K): replay this choice, weights computed anew."""
         config = self.config
+        if padding_mask is not None:
+            x = x.masked_fill(padding_mask.unsqueeze(-1), 0.0)      # NaN in a padding row would reach weight's gradient as 0 * NaN
         logits = router_scores(x, self.weight)
         probs = router_probs(logits, config.score_function)
         if topk_ids is None:

@@ -3,8 +3,9 @@
 Routes obey P1, P2 and P4: a token's route bits depend on its own row alone. Only three kinds of arithmetic appear here:
   - single IEEE operations (add, multiply, divide, compare), which have the same bits wherever an element lies and whatever thread runs it;
   - sums folded in halves (`fold_sum`), whose order depends on the length of the summed dimension alone;
-  - exp and log. On a CPU the library's vector code and its scalar tail differ in the last bit, so both are built here from IEEE operations;
-    a GPU runs the same scalar code for each element, so there they are the library's.
+  - exp and log. A library may run vector code on most elements and scalar code on the tail, with other last bits (torch 2.13 on x86: 80 of
+    1.5 million sigmoids changed with their offset; exp and log kept their bits, but nothing promises it), so on a CPU both are built here
+    from IEEE operations. A GPU runs the same scalar code for each element, so there they are the library's.
 They are opaque to `torch.compile`, which would otherwise contract multiply-adds. Formulas and their sources: docs/router.md.
 
 Legend: T tokens, H hidden, E experts, K routes a token; logits, probs (T, E) and topk_weights (T, K) in fp32 (fp64 for fp64 x).
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +94,8 @@ def _softmax(logits: Tensor) -> Tensor:
     return exps / fold_sum(exps, -1)
 
 
-def _valid_tokens(values: Tensor, padding_mask: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows of padding tokens zeroed (not multiplied: they may hold NaN), and the number of the others, at least 1, as a 0-d tensor."""
+def _valid_tokens(values: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of padding tokens zeroed, and the number of the others, at least 1, as a 0-d tensor."""
     if padding_mask is None:
         return values, torch.full((), max(values.shape[0], 1), dtype=values.dtype, device=values.device)
     count = (~padding_mask).sum().clamp(min=1).to(values.dtype)
@@ -131,7 +132,7 @@ def _scores_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _scores_backward(ctx: Any, dlogits: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
+def _scores_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x, weight = ctx.saved_tensors
     want_x, want_weight = ctx.needs_input_grad
     dx, dweight = router_scores_backward(x, weight, dlogits, want_x, want_weight)
@@ -192,7 +193,7 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 @torch.library.custom_op("mok::select_experts", mutates_args=())
-def select_experts(probs: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], top_k: int, num_groups: int, topk_groups: int) -> Tensor:
+def select_experts(probs: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, num_groups: int, topk_groups: int) -> Tensor:
     """topk_ids (T, K) int64: the K experts of largest probs + bias (E,), largest first; equal scores: the lower id first. Not differentiable.
 
     NaN ranks below every number, so ids are always in range and distinct. num_groups > 1: only experts of the topk_groups best groups can be
@@ -215,7 +216,7 @@ def select_experts(probs: Tensor, bias: Optional[Tensor], padding_mask: Optional
 
 
 @select_experts.register_fake
-def _(probs: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], top_k: int, num_groups: int, topk_groups: int) -> Tensor:
+def _(probs: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, num_groups: int, topk_groups: int) -> Tensor:
     return probs.new_empty((probs.shape[0], top_k), dtype=torch.int64)
 
 
@@ -271,7 +272,7 @@ def _weights_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(probs, topk_ids)
 
 
-def _weights_backward(ctx: Any, dweights: Tensor) -> tuple[Optional[Tensor], ...]:
+def _weights_backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
     probs, topk_ids = ctx.saved_tensors
     return route_weights_backward(probs, topk_ids, dweights, ctx.normalise, ctx.scale), None, None, None
 
@@ -286,7 +287,7 @@ def _fractions(routes_per_expert: Tensor, count: Tensor, top_k: int) -> Tensor:
 
 
 @torch.library.custom_op("mok::balance_loss", mutates_args=())
-def balance_loss(probs: Tensor, routes_per_expert: Tensor, padding_mask: Optional[Tensor], top_k: int, normalise: bool) -> Tensor:
+def balance_loss(probs: Tensor, routes_per_expert: Tensor, padding_mask: Tensor | None, top_k: int, normalise: bool) -> Tensor:
     """0-d: E * sum_i f_i P_i; f_i = routes_per_expert (E,) int / (K n), P_i = mean over the n tokens that are no padding of their prob.
 
     normalise: probs are divided by their sum over E first (sigmoid scores). 1 if balanced. Differentiable in probs; f is a constant.
@@ -299,12 +300,12 @@ def balance_loss(probs: Tensor, routes_per_expert: Tensor, padding_mask: Optiona
 
 
 @balance_loss.register_fake
-def _(probs: Tensor, routes_per_expert: Tensor, padding_mask: Optional[Tensor], top_k: int, normalise: bool) -> Tensor:
+def _(probs: Tensor, routes_per_expert: Tensor, padding_mask: Tensor | None, top_k: int, normalise: bool) -> Tensor:
     return probs.new_empty(())
 
 
 @torch.library.custom_op("mok::balance_loss_backward", mutates_args=())
-def balance_loss_backward(probs: Tensor, routes_per_expert: Tensor, padding_mask: Optional[Tensor], dloss: Tensor, top_k: int,
+def balance_loss_backward(probs: Tensor, routes_per_expert: Tensor, padding_mask: Tensor | None, dloss: Tensor, top_k: int,
                           normalise: bool) -> Tensor:
     """dprobs (T, E) = dloss * E f_i / n in every row; normalise: through q = p / sum as in `route_weights_backward`."""
     _, count = _valid_tokens(probs, padding_mask)
@@ -316,7 +317,7 @@ def balance_loss_backward(probs: Tensor, routes_per_expert: Tensor, padding_mask
 
 
 @balance_loss_backward.register_fake
-def _(probs: Tensor, routes_per_expert: Tensor, padding_mask: Optional[Tensor], dloss: Tensor, top_k: int, normalise: bool) -> Tensor:
+def _(probs: Tensor, routes_per_expert: Tensor, padding_mask: Tensor | None, dloss: Tensor, top_k: int, normalise: bool) -> Tensor:
     return probs.new_empty(probs.shape)
 
 
@@ -325,7 +326,7 @@ def _balance_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(probs, routes_per_expert, padding_mask)
 
 
-def _balance_backward(ctx: Any, dloss: Tensor) -> Sequence[Optional[Tensor]]:
+def _balance_backward(ctx: Any, dloss: Tensor) -> Sequence[Tensor | None]:
     probs, routes_per_expert, padding_mask = ctx.saved_tensors
     return balance_loss_backward(probs, routes_per_expert, padding_mask, dloss, ctx.top_k, ctx.normalise), None, None, None, None
 
@@ -339,19 +340,19 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("mok::z_loss", mutates_args=())
-def z_loss(logits: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
+def z_loss(logits: Tensor, padding_mask: Tensor | None) -> Tensor:
     """0-d: mean of logsumexp(logits)^2 over the tokens that are no padding."""
     lse, count = _valid_tokens(_log_sum_exp(logits), padding_mask)
     return (fold_sum(lse * lse, 0) / count).view(())
 
 
 @z_loss.register_fake
-def _(logits: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
+def _(logits: Tensor, padding_mask: Tensor | None) -> Tensor:
     return logits.new_empty(())
 
 
 @torch.library.custom_op("mok::z_loss_backward", mutates_args=())
-def z_loss_backward(logits: Tensor, padding_mask: Optional[Tensor], dloss: Tensor) -> Tensor:
+def z_loss_backward(logits: Tensor, padding_mask: Tensor | None, dloss: Tensor) -> Tensor:
     """dlogits (T, E) = dloss * 2 logsumexp / n * softmax."""
     lse, count = _valid_tokens(_log_sum_exp(logits), padding_mask)
     grad = _softmax(logits) * (lse * (2 * dloss / count))
@@ -359,7 +360,7 @@ def z_loss_backward(logits: Tensor, padding_mask: Optional[Tensor], dloss: Tenso
 
 
 @z_loss_backward.register_fake
-def _(logits: Tensor, padding_mask: Optional[Tensor], dloss: Tensor) -> Tensor:
+def _(logits: Tensor, padding_mask: Tensor | None, dloss: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
