@@ -1,16 +1,156 @@
 """The only process-wide state: the CPU tile pool, scratch, group registry, error words and the set of messages already printed."""
 from __future__ import annotations
 
+import os
+import queue
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 EXPERT_RADIX = 2048   # an error word is id * EXPERT_RADIX + E; E (1 to 1024) makes it differ from 0, which means "no error"
+
+
+class Scratch:
+    """One pool thread's reusable buffers. Contents are unspecified on return from `get`; a buffer lives until `get` asks the name for more."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._kept: dict[str, tuple[Any, Tensor]] = {}
+
+    def get(self, name: str, rows: int, columns: int, dtype: torch.dtype, pitch: int | None = None) -> Tensor:
+        """A (rows, columns) view whose rows start `pitch` elements apart (None = columns: contiguous)."""
+        pitch = columns if pitch is None else pitch
+        needed = rows * pitch
+        flat = self._flat.get((name, dtype))
+        if flat is None or flat.numel() < needed:
+            flat = self._flat[name, dtype] = torch.empty(max(needed, 1), dtype=dtype, device="cpu")
+        return flat[:needed].view(rows, pitch)[:, :columns]
+
+    def kept(self, name: str, key: Any, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """`source` (2-D) in `dtype`, copied once for consecutive calls with an equal key: a weight that one thread uses for several tiles."""
+        known = self._kept.get(name)
+        if known is None or known[0] != key:
+            copy = self.get(name, source.shape[0], source.shape[1], dtype).copy_(source)
+            known = self._kept[name] = (key, copy)
+        return known[1]
+
+    def num_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+
+
+Task = Callable[[Scratch], None]
+
+
+class _Job:
+    """Tasks that several threads take from the front; the first exception ends it."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._lock = threading.Lock()
+        self._next = 0
+        self._left = len(tasks)
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def work(self, scratch: Scratch) -> None:
+        while True:
+            with self._lock:
+                if self._next >= len(self._tasks):
+                    return
+                index, self._next = self._next, self._next + 1
+            try:
+                self._tasks[index](scratch)
+            except BaseException as error:   # noqa: BLE001 - handed to the thread that waits, whatever it is
+                self.cancel(error)
+            with self._lock:
+                self._left -= 1
+                if self._left == 0:
+                    self._done.set()
+
+    def cancel(self, error: BaseException | None) -> None:
+        """No further task starts; `wait` still waits for those that run, because they write to the caller's tensors."""
+        with self._lock:
+            self.error = self.error or error
+            self._left -= len(self._tasks) - self._next
+            self._next = len(self._tasks)
+            if self._left == 0:
+                self._done.set()
+
+    def wait(self) -> None:
+        try:
+            self._done.wait()
+        except BaseException:                # Ctrl-C in the waiting thread
+            self.cancel(None)
+            self._done.wait()
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+class TilePool:
+    """Threads that each run one task at a time with a single-threaded PyTorch; started on first use, never more than were asked for at once.
+
+    PyTorch's thread count is a setting of each thread plus a process-wide default that threads take up when they first compute. A pool
+    thread sets its own to 1 and the default is put back before the first task runs, so no other thread's setting is ever touched.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._scratch: list[Scratch] = []
+
+    def run(self, tasks: Sequence[Task], threads: int | None = None) -> None:
+        """Run every task on at most `threads` pool threads (None = as many as the calling thread's torch.get_num_threads()).
+
+        Returns when all have ended. A task's exception is raised here, after those that still run have ended. Must not be called from a task.
+        """
+        threads = min(len(tasks), torch.get_num_threads() if threads is None else threads)
+        if threads < 1:
+            return
+        if self._pid != os.getpid():         # threads do not survive a fork
+            self.__init__()                  # type: ignore[misc]
+        with self._lock:
+            missing = threads - len(self._scratch)
+            if missing > 0:
+                starter = threading.Thread(target=self._start, args=(missing,))
+                starter.start()
+                starter.join()
+        job = _Job(tasks)
+        for _ in range(threads):
+            self._queue.put(job)
+        job.wait()
+
+    def num_bytes(self) -> int:
+        """Bytes of scratch that the pool threads hold."""
+        return sum(scratch.num_bytes() for scratch in self._scratch)
+
+    def _start(self, count: int) -> None:
+        default = torch.get_num_threads()    # this thread is new, so it has the process-wide default
+        try:
+            for _ in range(count):
+                scratch, ready = Scratch(), threading.Event()
+                self._scratch.append(scratch)
+                threading.Thread(target=self._worker, args=(scratch, ready), name="mok-tile", daemon=True).start()
+                ready.wait()
+        finally:
+            torch.set_num_threads(default)
+
+    def _worker(self, scratch: Scratch, ready: threading.Event) -> None:
+        jobs = self._queue
+        torch.get_num_threads()              # the first call in a thread takes up the default; a count set before it would be lost
+        torch.set_num_threads(1)
+        ready.set()
+        with torch.inference_mode():         # tasks may write to tensors made inside or outside of the caller's inference mode
+            while True:
+                job = jobs.get()
+                job.work(scratch)
+                del job                      # its tasks hold the pass's tensors
 
 
 class Runtime:
@@ -19,12 +159,15 @@ class Runtime:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._said: set[str] = set()
-        self.layers_built: dict[int | None, int] = {}   # group key (None = no group) -> how many mok.MoE were constructed in it
         self.groups: dict[int, Any] = {}       # key -> ExpertGroup, so that custom ops can name a group by an integer
-        self._groups_built = 0
-        self.scratch: dict[Any, Any] = {}      # engines' reusable buffers, keyed by the engine
+        self.scratch: dict[Any, Any] = {}      # engines' reusable buffers and measured facts, keyed by the engine
         self.error_words: list[Callable[[], Exception | None]] = []   # each reads a device's pinned error word; None = nothing to report
         self._route_words: dict[torch.device, Tensor] = {}            # the error word of each device for ids out of range
+        self.tiles = TilePool()
+        self._precision = threading.Condition()
+        self._precision_mode = ""
+        self._precision_users = 0
+        self._precision_before = ""
 
     def say_once(self, message: str) -> None:
         """Print one line on stderr, the first time this process has it to say."""
@@ -34,6 +177,48 @@ class Runtime:
             self._said.add(message)
         print(message, file=sys.stderr, flush=True)
 
+    @contextmanager
+    def fp32_matmul(self, mode: str) -> Iterator[None]:
+        """CPU passes inside compute fp32 matrix products as `mode`: "ieee", or "bf16" where the CPU has tiles for it.
+
+        The setting belongs to the process. Passes of one mode share it, a pass of another mode waits for them, and the last one to leave
+        puts back what was there. It is left alone where it already says so.
+        """
+        setting = torch.backends.mkldnn.matmul
+        with self._precision:
+            while self._precision_users and self._precision_mode != mode:
+                self._precision.wait()
+            if not self._precision_users:
+                self._precision_before = setting.fp32_precision
+                self._precision_mode = mode
+                if self._precision_before not in (mode, "none" if mode == "ieee" else mode):
+                    setting.fp32_precision = mode
+            self._precision_users += 1
+        try:
+            yield
+        finally:
+            with self._precision:
+                self._precision_users -= 1
+                if not self._precision_users:
+                    if setting.fp32_precision != self._precision_before:
+                        setting.fp32_precision = self._precision_before
+                    self._precision.notify_all()
+
+    @contextmanager
+    def ieee_float32_on_gpu(self) -> Iterator[None]:
+        """CUDA fp32 matrix products launched inside never use TF32, whatever the process allows; the setting is put back."""
+        setting = torch.backends.cuda.matmul
+        with self.lock:
+            before = setting.fp32_precision
+            if before == "ieee":
+                yield
+                return
+            setting.fp32_precision = "ieee"
+            try:
+                yield
+            finally:
+                setting.fp32_precision = before
+
     def error_word(self, device: torch.device) -> Tensor:
         """(1,) int64 in pinned host memory, zero until a plan kernel on `device` (with an index, or the CPU) meets an id outside -1..E-1.
 
@@ -41,8 +226,6 @@ class Runtime:
         """
         word = self._route_words.get(device)
         if word is None:
-            import torch
-
             with self.lock:
                 word = self._route_words.get(device)
                 if word is None:
@@ -61,28 +244,13 @@ class Runtime:
         return ValueError(f"topk_ids held {value} in an earlier call on {device}: ids must be from -1 to {num_experts - 1} (E = {num_experts}); "
                           "such routes counted as -1")
 
-    def new_group_key(self) -> int:
-        """1, 2, ...: a key for a new ExpertGroup, equal on all ranks that build the same groups in the same order."""
-        with self.lock:
-            self._groups_built += 1
-            return self._groups_built
-
-    def group_by_key(self, key: int) -> Any:
-        """The ExpertGroup with this key, None where this process has none."""
-        return self.groups.get(key)
-
-    def next_layer_key(self, group_key: int | None) -> int:
-        """1, 2, ...: the construction number of a mok.MoE in its group, equal on all ranks that build the same layers in the same order."""
-        with self.lock:
-            self.layers_built[group_key] = self.layers_built.get(group_key, 0) + 1
-            return self.layers_built[group_key]
-
     def raise_pending_errors(self) -> None:
         """Raise what a kernel wrote into an error word since the last look. Reads host memory only: no synchronisation."""
         for read in self.error_words:
             error = read()
             if error is not None:
                 raise error
+
 
 
 runtime = Runtime()
