@@ -159,6 +159,7 @@ class Runtime:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._said: set[str] = set()
+        self.layers_built: dict[int | None, int] = {}   # group key (None = no group) -> how many mok.MoE were constructed in it
         self.groups: dict[int, Any] = {}       # key -> ExpertGroup, so that custom ops can name a group by an integer
         self.scratch: dict[Any, Any] = {}      # engines' reusable buffers and measured facts, keyed by the engine
         self.error_words: list[Callable[[], Exception | None]] = []   # each reads a device's pinned error word; None = nothing to report
@@ -243,6 +244,12 @@ class Runtime:
         value, num_experts = divmod(packed, EXPERT_RADIX)
         return ValueError(f"topk_ids held {value} in an earlier call on {device}: ids must be from -1 to {num_experts - 1} (E = {num_experts}); "
                           "such routes counted as -1")
+
+    def next_layer_key(self, group_key: int | None) -> int:
+        """1, 2, ...: the construction number of a mok.MoE in its group, equal on all ranks that build the same layers in the same order."""
+        with self.lock:
+            self.layers_built[group_key] = self.layers_built.get(group_key, 0) + 1
+            return self.layers_built[group_key]
 
     def raise_pending_errors(self) -> None:
         """Raise what a kernel wrote into an error word since the last look. Reads host memory only: no synchronisation."""
