@@ -31,11 +31,15 @@ class Scratch:
             flat = self._flat[name, dtype] = torch.empty(max(needed, 1), dtype=dtype, device="cpu")
         return flat[:needed].view(rows, pitch)[:, :columns]
 
+    def like(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous buffer of a 2-D tensor's shape."""
+        return self.get(name, tensor.shape[0], tensor.shape[1], tensor.dtype if dtype is None else dtype)
+
     def kept(self, name: str, key: Any, source: Tensor, dtype: torch.dtype) -> Tensor:
         """`source` (2-D) in `dtype`, copied once for consecutive calls with an equal key: a weight that one thread uses for several tiles."""
         known = self._kept.get(name)
         if known is None or known[0] != key:
-            copy = self.get(name, source.shape[0], source.shape[1], dtype).copy_(source)
+            copy = self.like(name, source, dtype).copy_(source)
             known = self._kept[name] = (key, copy)
         return known[1]
 
@@ -65,7 +69,7 @@ class _Job:
                 index, self._next = self._next, self._next + 1
             try:
                 self._tasks[index](scratch)
-            except BaseException as error:   # noqa: BLE001 - handed to the thread that waits, whatever it is
+            except BaseException as error:   # handed to the thread that waits, whatever it is
                 self.cancel(error)
             with self._lock:
                 self._left -= 1
@@ -185,7 +189,7 @@ class Runtime:
         The setting belongs to the process. Passes of one mode share it, a pass of another mode waits for them, and the last one to leave
         puts back what was there. It is left alone where it already says so.
         """
-        setting = torch.backends.mkldnn.matmul
+        setting = torch.backends.mkldnn.matmul   # type: ignore[attr-defined]
         with self._precision:
             while self._precision_users and self._precision_mode != mode:
                 self._precision.wait()
@@ -257,7 +261,6 @@ class Runtime:
             error = read()
             if error is not None:
                 raise error
-
 
 
 runtime = Runtime()
