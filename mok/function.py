@@ -13,15 +13,17 @@ from torch import Tensor
 
 from .checks import check_moe_arguments, check_settings
 from .config import Overlap
-from .engines import engine_name, get_engine
-from .engines.protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
+from .engines import engine_name, get_engine, get_group_engine
+from .engines.expert_parallel import agree_on_backward, build_group_plan
+from .engines.protocol import Grads, MainGrad, MoETensors, Passes, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
+from .group import ExpertGroup
 from .plan import RoutingPlan, empty_plan_like
 from .runtime import runtime
 
 
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
         b_down: Tensor | None = None, shared: Sequence[SharedWeights] = (), activation: str = "swiglu", swiglu_limit: float | None = None,
-        precision: str = "bf16", group: None = None, overlap: Overlap | None = None, main_grad: tuple[Tensor, Tensor] | None = None,
+        precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None, main_grad: tuple[Tensor, Tensor] | None = None,
         layer_key: int = 0) -> Tensor:
     """The mixture-of-experts layer given its routes: out[t] = sum_k topk_weights[t,k] * expert_{topk_ids[t,k]}(x[t]) + shared experts.
 
@@ -29,7 +31,8 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
     weight gets gradient 0; the same expert twice in one token counts twice. topk_weights like topk_ids, any floating dtype.
     w_gate_up (E_local, 2I, H), gate rows first; w_down (E_local, H, I); b_gate_up (E_local, 2I); b_down (E_local, H).
     shared: `mok.SharedExpert`s, applied to every token. activation: "swiglu", "swiglu_oai", "geglu" or "reglu"; swiglu_limit clamps the
-    first two. precision "bf16" = unquantised, in x's dtype. overlap: granularity of a fused kernel, changes no bit. main_grad: fp32
+    first two. precision "bf16" = unquantised, in x's dtype. group: the `mok.ExpertGroup` whose ranks share the experts, None = one rank;
+    layer_key tells layers of one group apart in its handshake. overlap: granularity of a fused kernel, changes no bit. main_grad: fp32
     (E_local, 2I, H) and (E_local, H, I) that backward adds the weight gradients into; .grad of those weights then stays None.
 
     Returns (..., H) in x's dtype. Differentiable once in x, topk_weights and all weights; whatever does not require grad costs nothing.
@@ -45,15 +48,18 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
 
 def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
                     b_down: Tensor | None = None, shared: Sequence[SharedWeights] = (), activation: str = "swiglu",
-                    swiglu_limit: float | None = None, precision: str = "bf16", group: None = None, overlap: Overlap | None = None,
+                    swiglu_limit: float | None = None, precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None,
                     main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0) -> tuple[Tensor, Tensor]:
     """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received."""
     accumulators = None if main_grad is None else MainGrad(*main_grad)
-    check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, accumulators)
-    dtype = compute_dtype(x)
-    check_settings(activation, swiglu_limit, precision, dtype)
-    if group is not None:
-        raise NotImplementedError("group must be None: expert parallelism is not implemented yet")
+    try:
+        check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, accumulators)
+        dtype = compute_dtype(x)
+        check_settings(activation, swiglu_limit, precision, dtype)
+    except (ValueError, NotImplementedError) as error:
+        if group is not None:
+            group.report(str(error), {"pass": "forward", "layer_key": layer_key})
+        raise
     H, K = x.shape[-1], topk_ids.shape[-1]
     tokens = x.reshape(-1, H).to(dtype)
     weights = [None if w is None else w.to(dtype) for w in (w_gate_up, w_down, b_gate_up, b_down)]
@@ -64,10 +70,13 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     differentiable = [tokens, route_weights, *weights, *shared_gate_up, *shared_down, *shared_gate]
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
 
-    plan = torch.ops.mok.plan(topk_ids.reshape(-1, K), w_gate_up.shape[0], dtype, H, w_down.shape[-1])
+    wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
+    signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
+    group_key = 0 if group is None else group.key
+    plan = torch.ops.mok.plan(topk_ids.reshape(-1, K), w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
     overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
     y, _, _ = torch.ops.mok.moe_forward(tokens, route_weights, *weights, shared_gate_up, shared_down, shared_gate, plan, *(main_grad or (None, None)),
-                                        activation, swiglu_limit, precision, overlap_values, save)
+                                        activation, swiglu_limit, precision, overlap_values, save, group_key, signature)
     return y.view(x.shape).to(x.dtype), plan[_TOKENS_PER_EXPERT]
 
 
@@ -92,14 +101,29 @@ def check() -> None:
     runtime.raise_pending_errors()
 
 
-def _engine(x: Tensor, w_down: Tensor):
+def _engine(x: Tensor, w_down: Tensor, group_key: int) -> Passes:
+    if group_key:
+        return get_group_engine(x.device, runtime.groups[group_key])
     return get_engine(engine_name(x.device, x.dtype, x.shape[-1], w_down.shape[-1]))
 
 
+_SIGNATURE_FIELDS = ("layer_key", "H", "I", "K", "dtype", "precision", "activation", "swiglu_limit", "wanted gradients")
+
+
+def _signature(text: str) -> dict[str, str]:
+    """What the ranks of a group compare: one named field for each part of the text that `moe` passes to its ops."""
+    return dict(zip(_SIGNATURE_FIELDS, text.split("|"), strict=True))
+
+
 @torch.library.custom_op("mok::plan", mutates_args=())
-def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int) -> list[Tensor]:
-    """RoutingPlan.tensors() of topk_ids (T, K). An op of its own: selective checkpointing can keep its result, and backward uses it."""
+def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int, group_key: int, signature: str) -> list[Tensor]:
+    """RoutingPlan.tensors() of topk_ids (T, K). An op of its own: selective checkpointing can keep its result, and backward uses it.
+
+    group_key: 0, or the key of the ExpertGroup whose ranks agree here on `signature` and tell each other their counts.
+    """
     runtime.raise_pending_errors()
+    if group_key:
+        return build_group_plan(runtime.groups[group_key], topk_ids, num_local_experts, _signature(signature)).tensors()
     if topk_ids.device.type == "cpu" and topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(topk_ids))
         if low < -1 or high >= num_local_experts:
@@ -109,7 +133,11 @@ def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int
 
 
 @plan_op.register_fake
-def _(topk_ids, num_local_experts, dtype, H, I):
+def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
+    if group_key:                                          # how many rows arrive is known when the ranks have spoken
+        total_tokens = torch.library.get_ctx().new_dynamic_size()
+        plan = empty_plan_like(topk_ids, num_local_experts, total_tokens)
+        return [*plan.tensors(), torch.empty_like(plan.slot_to_row)]
     return empty_plan_like(topk_ids, num_local_experts, topk_ids.shape[0]).tensors()
 
 
@@ -117,24 +145,25 @@ def _(topk_ids, num_local_experts, dtype, H, I):
 def moe_forward_op(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None, b_down: Tensor | None,
                    shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor], plan: list[Tensor],
                    main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None, activation: str, swiglu_limit: float | None,
-                   precision: str, overlap: list[int], save: bool) -> tuple[Tensor, Tensor, Tensor]:
+                   precision: str, overlap: list[int], save: bool, group_key: int, signature: str) -> tuple[Tensor, Tensor, Tensor]:
     """(y, z, shared_z): one forward pass on (T, H) tokens of one dtype. An ungated shared expert has an empty gate tensor."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
     options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), save)
-    y, saved = _engine(x, w_down).forward(RoutingPlan(*plan), tensors, options)
+    with torch.autocast(x.device.type, enabled=False):     # dtypes are settled; an engine's own products must not be lowered again
+        y, saved = _engine(x, w_down, group_key).forward(RoutingPlan(*plan), tensors, options)
     return y, saved.z, saved.shared_z
 
 
 @moe_forward_op.register_fake
 def _(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
-      activation, swiglu_limit, precision, overlap, save):
+      activation, swiglu_limit, precision, overlap, save, group_key, signature):
     rows, tokens = (plan[0].shape[0], x.shape[0]) if save else (0, 0)
     return x.new_empty(x.shape), x.new_empty(rows, w_gate_up.shape[1]), x.new_empty(tokens, sum(w.shape[0] for w in shared_gate_up))
 
 
 def _setup_context(ctx, inputs, output) -> None:
     (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
-     ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _) = inputs
+     ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _, ctx.group_key, ctx.signature) = inputs
     _, z, shared_z = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z, shared_z)
@@ -145,7 +174,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy, dz, dshared_z):
-    n, num_inputs = ctx.num_shared, 17
+    n, num_inputs = ctx.num_shared, 19
     if dy is None:
         return (None,) * num_inputs
     saved = ctx.saved_tensors
@@ -154,40 +183,76 @@ def _backward(ctx, dy, dz, dshared_z):
     needs = ctx.needs_input_grad
     shared_needs = [need for group in needs[6:9] for need in (group if isinstance(group, (list, tuple)) else [group])]
     wants = [bool(need) for need in (*needs[:6], *shared_needs)]
-    grads = torch.ops.mok.moe_backward(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared[:n], shared[n:2 * n], shared[2 * n:],
-                                            plan, z, shared_z, *ctx.main_grad, ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, wants)
+    arguments = (dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared[:n], shared[n:2 * n], shared[2 * n:], plan, z, shared_z,
+                 ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, wants, ctx.group_key, ctx.signature)
+    returned = _returned(wants, ctx.main_grad[0] is not None)
+    if ctx.main_grad[0] is None:
+        grads = torch.ops.mok.moe_backward(*arguments)
+    else:
+        likes = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared)
+        grads = [like.new_empty(like.shape) for like, give in zip(likes, returned, strict=True) if give]
+        torch.ops.mok.moe_backward_into(*arguments, *ctx.main_grad, grads)
     if torch.is_grad_enabled() and grads:                                      # create_graph=True
         grads = _OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in grads))
     grads = iter(grads)
-    returned = _returned(wants, ctx.main_grad[0] is not None)
     flat = [next(grads) if give else None for give in returned]
-    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * len(plan), *(None,) * 7)
+    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * len(plan), *(None,) * 9)
 
 
 moe_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("mok::moe_backward", mutates_args=("main_grad_gate_up", "main_grad_down"))
+@torch.library.custom_op("mok::moe_backward", mutates_args=())
 def moe_backward_op(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
                     b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
-                    plan: list[Tensor], z: Tensor, shared_z: Tensor, main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None,
-                    activation: str, swiglu_limit: float | None, precision: str, overlap: list[int], wants: list[bool]) -> list[Tensor]:
+                    plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
+                    overlap: list[int], wants: list[bool], group_key: int, signature: str) -> list[Tensor]:
     """Gradients for which `wants` is true, in the order x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, then all shared gate_ups, downs,
-    gates; weight gradients that went into main_grad are left out."""
+    gates."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
     options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
-    main_grad = None if main_grad_gate_up is None or main_grad_down is None else MainGrad(main_grad_gate_up, main_grad_down)
-    n = len(shared_gate_up)
-    shared_wants = tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True))
-    grads = _engine(x, w_down).backward(RoutingPlan(*plan), tensors, options, Saved(z, shared_z), dy, Wants(*wants[:6], shared=shared_wants), main_grad)
-    return [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]
+    return _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), wants, None, group_key, signature)
 
 
 @moe_backward_op.register_fake
-def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, z, shared_z, main_grad_gate_up,
-      main_grad_down, activation, swiglu_limit, precision, overlap, wants):
+def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, z, shared_z, activation,
+      swiglu_limit, precision, overlap, wants, group_key, signature):
     inputs = [x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared_gate_up, *shared_down, *shared_gate]
-    return [t.new_empty(t.shape) for t, give in zip(inputs, _returned(wants, main_grad_gate_up is not None), strict=True) if give]
+    return [t.new_empty(t.shape) for t, give in zip(inputs, wants, strict=True) if give]
+
+
+@torch.library.custom_op("mok::moe_backward_into", mutates_args=("main_grad_gate_up", "main_grad_down", "grads"))
+def moe_backward_into_op(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
+                         b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
+                         plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
+                         overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
+                         main_grad_down: Tensor, grads: list[Tensor]) -> None:
+    """`moe_backward` that adds d w_gate_up and d w_down into main_grad and writes every other wanted gradient into `grads`, in order.
+
+    An op of its own: one that writes into its arguments cannot also return a list of tensors under torch.compile.
+    """
+    tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
+    main_grad = MainGrad(main_grad_gate_up, main_grad_down)
+    computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), wants, main_grad, group_key, signature)
+    for out, grad in zip(grads, computed, strict=True):
+        out.copy_(grad)
+
+
+@moe_backward_into_op.register_fake
+def _(*arguments):
+    return None
+
+
+def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: RoutingPlan, saved: Saved, wants: list[bool],
+                  main_grad: MainGrad | None, group_key: int, signature: str) -> list[Tensor]:
+    n = len(tensors.shared)
+    all_wants = Wants(*wants[:6], shared=tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True)))
+    if group_key:
+        agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants)
+    with torch.autocast(dy.device.type, enabled=False):
+        grads = _engine(tensors.x, tensors.w_down, group_key).backward(plan, tensors, options, saved, dy, all_wants, main_grad)
+    return [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -209,7 +274,7 @@ def _returned(wants: list[bool], into_main_grad: bool) -> list[bool]:
 
 def _flatten(grads: Grads, num_shared: int) -> list[Tensor | None]:
     shared = grads.shared or [(None, None, None)] * num_shared
-    return [grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for i in range(3) for part in (s[i] for s in shared))]
+    return [grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(s[i] for i in range(3) for s in shared)]
 
 
 def _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate) -> MoETensors:

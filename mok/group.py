@@ -1,6 +1,8 @@
 """ExpertGroup: the ranks that share one layer's experts, and the handshake that lets them notice a mismatch instead of hanging on it."""
 from __future__ import annotations
 
+import contextlib
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,11 +67,16 @@ class ExpertGroup:
                 raise ValueError(f"{field} must be the same on all ranks of the ExpertGroup in {what}; {by_rank}")
         return [header["facts"] for header in headers]
 
+    def report(self, error: str, signature: dict) -> None:
+        """Tell the other ranks, in place of the call that they are about to make, that this rank cannot; they raise `error`, this rank goes on."""
+        with contextlib.suppress(ValueError):
+            self.handshake(signature, error=error)
+
     def total_experts(self, experts_by_rank: list[int]) -> int:
         """E, the sum of the ranks' E_local; ValueError on every rank unless they are the contiguous split."""
         E = sum(experts_by_rank)
         expected = [experts_of_rank(E, self.size, r)[1] for r in range(self.size)]
-        if experts_by_rank != expected or E < self.size:
+        if experts_by_rank != expected or self.size > E:
             raise ValueError(f"w_gate_up holds {experts_by_rank} experts on the ranks of the ExpertGroup and must hold {expected}: contiguous "
                              "blocks, at least one a rank, the first E mod W ranks one more")
         return E

@@ -1,12 +1,13 @@
 """Picks the engine that runs a tensor's pass, and says why when it is a slower one than the device could have."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..config import ACTIVATIONS
-from .protocol import Engine
+from .protocol import Engine, Passes
 
-__all__ = ["ACTIVATIONS", "engine_name", "get_engine"]
+__all__ = ["engine_name", "get_engine", "get_group_engine"]
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,3 +49,16 @@ def get_engine(name: str) -> Engine:
 
         return HopperEngine()
     raise ValueError(f"engine {name!r} is unknown; use 'cpu', 'hopper' or 'torch_gpu'")
+
+
+def get_group_engine(device: torch.device, group: Any) -> Passes:
+    """The passes of `group`'s ranks over its process group: the CPU engine, or on GPUs the torch_gpu engine."""
+    if device.type == "cpu":
+        from .cpu import CpuEngine
+
+        return CpuEngine(group)
+    from ..runtime import runtime
+    from .torch_gpu import TorchGpuEngine
+
+    runtime.say_once("mok: expert parallelism runs over the process group: several kernels and a host sync a pass, no graph capture")
+    return TorchGpuEngine(group)

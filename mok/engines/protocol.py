@@ -97,14 +97,8 @@ class MainGrad:
     w_down: Tensor
 
 
-class Engine(Protocol):
-    """One implementation of the layer for one kind of device. Stateless: process-wide state lives in runtime.py."""
-
-    name: str
-
-    def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
-        """The plan of one rank at W = 1, equal bit for bit to `RoutingPlan.build(topk_ids, num_experts)`."""
-        ...
+class Passes(Protocol):
+    """The layer's two passes."""
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
         """y (T, H) in x's dtype and what backward needs (empty tensors unless options.save_for_backward)."""
@@ -113,6 +107,16 @@ class Engine(Protocol):
     def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
                  main_grad: MainGrad | None) -> Grads:
         """Gradients of y's inputs for dy (T, H). Weight gradients go into main_grad, and are returned as None, where it is given."""
+        ...
+
+
+class Engine(Passes, Protocol):
+    """One implementation of the layer for one kind of device. Stateless: process-wide state lives in runtime.py."""
+
+    name: str
+
+    def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
+        """The plan of one rank at W = 1, equal bit for bit to `RoutingPlan.build(topk_ids, num_experts)`."""
         ...
 
     def router_scores(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,68 +78,68 @@ class ProcessGroupFabric:
         out = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
         out[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         inbox = [out if r == self.rank else torch.empty_like(out) for r in range(self.world_size)]
-        self._pairwise([out] * self.world_size, inbox, what)
+        self._pairwise([[out]] * self.world_size, [[box] for box in inbox], what)
         return [json.loads(bytes(box.numpy()).rstrip(b"\0")) for box in inbox]
 
-    def exchange_rows(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
-        """rows (sum of send_counts, ...), grouped by destination rank -> (sum of receive_counts, ...), grouped by source rank in rank order."""
-        rows = rows.contiguous()
-        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        if rows.device.type != "cpu":
-            dist.all_to_all_single(received, rows, list(receive_counts), list(send_counts), group=self.data_group)
+    def exchange_rows(self, tensors: Sequence[Tensor], send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> list[Tensor]:
+        """Each (sum of send_counts, ...), grouped by destination rank -> (sum of receive_counts, ...), grouped by source rank in rank order.
+
+        All tensors travel at once, and are waited for at once.
+        """
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [tensor.new_empty((sum(receive_counts), *tensor.shape[1:])) for tensor in sent]
+        if sent[0].device.type != "cpu":
+            for out, rows in zip(received, sent, strict=True):
+                dist.all_to_all_single(out, rows, list(receive_counts), list(send_counts), group=self.data_group)
             return received
-        outgoing, incoming = list(rows.split(list(send_counts))), list(received.split(list(receive_counts)))
-        incoming[self.rank].copy_(outgoing[self.rank])
+        outgoing = list(zip(*(rows.split(list(send_counts)) for rows in sent), strict=True))
+        incoming = list(zip(*(out.split(list(receive_counts)) for out in received), strict=True))
+        for out, rows in zip(incoming[self.rank], outgoing[self.rank], strict=True):
+            out.copy_(rows)
         self._pairwise(outgoing, incoming, what)
         return received
 
-    def _pairwise(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> None:
-        """Send outgoing[r] to and receive incoming[r] from every other rank r; empty tensors do not travel (both sides know the sizes)."""
+    def _pairwise(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str) -> None:
+        """Send outgoing[r] to and receive incoming[r] from every other rank r, in order; empty tensors do not travel (both sides know the sizes)."""
         self.raise_if_dead()
-        waits: list[tuple[int, Callable[[], object]]] = []
+        by_peer: dict[int, list[Callable[[], object]]] = {}
         for step in range(1, self.world_size):                       # a different partner each step, so that no rank is everybody's first
             to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-            try:
-                if outgoing[to].numel():
-                    waits.append((to, self._bounded(dist.isend(outgoing[to], group=self._control, group_dst=to))))
-                if incoming[source].numel():
-                    waits.append((source, self._bounded(dist.irecv(incoming[source], group=self._control, group_src=source))))
-            except RuntimeError as error:                             # a connection already known to be broken fails at once
-                self._fail({to: error}, what)
-        if not waits:
-            return
-        by_peer: dict[int, list[Callable[[], object]]] = {}
-        for peer, bounded in waits:
-            by_peer.setdefault(peer, []).append(bounded)
+            calls = [(to, dist.isend, tensor, {"group_dst": to}) for tensor in outgoing[to]]
+            calls += [(source, dist.irecv, tensor, {"group_src": source}) for tensor in incoming[source]]
+            for peer, call, tensor, where in calls:
+                if tensor.numel() == 0:
+                    continue
+                try:
+                    work = call(tensor, group=self._control, **where)
+                except RuntimeError as error:                         # a connection already known to be broken fails at once
+                    self._fail(peer, error, what)
+                by_peer.setdefault(peer, []).append(partial(work.wait, self.timeout))
         outcomes: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
-        for peer, calls in by_peer.items():
+        for peer, waits in by_peer.items():
             if len(by_peer) == 1:
-                _report(outcomes, peer, calls)
+                _report(outcomes, peer, waits)
             else:                                                     # daemons: a wait that never ends must not keep the process alive
-                threading.Thread(target=_report, args=(outcomes, peer, calls), daemon=True, name=f"mok-fabric-{peer}").start()
+                threading.Thread(target=_report, args=(outcomes, peer, waits), daemon=True, name=f"mok-fabric-{peer}").start()
         for _ in by_peer:
-            peer, error = outcomes.get()
-            if error is not None:
-                self._fail({peer: error}, what)
-
-    def _bounded(self, work) -> Callable[[], object]:
-        return lambda: work.wait(self.timeout)
+            peer, problem = outcomes.get()
+            if problem is not None:
+                self._fail(peer, problem, what)
 
     def raise_if_dead(self) -> None:
         """Raise again what killed this group, if anything did."""
         if self._dead is not None:
             raise type(self._dead)(f"this ExpertGroup is dead: {self._dead}", self._dead.peers)
 
-    def _fail(self, failed: dict[int, BaseException], what: str) -> None:
-        """Put a failure down to a peer, mark this group dead, raise."""
-        timed_out = all("timed out" in str(error).lower() for error in failed.values())
-        lost, timed_out = self.find_lost(list(failed), timed_out)
+    def _fail(self, suspect: int, error: BaseException, what: str) -> NoReturn:
+        """Put a failure seen at one peer down to whoever caused it, mark this group dead, raise."""
+        lost, timed_out = self.find_lost([suspect], "timed out" in str(error).lower())
         names = ", ".join(self.peer_name(r) for r in lost)
         if timed_out:
             self._dead = FabricTimeout(f"{names} did not answer within {self.timeout.total_seconds():g} s during {what}", lost)
         else:
             self._dead = PeerLost(f"lost {names} during {what}", lost)
-        raise self._dead from next(iter(failed.values()))
+        raise self._dead from error
 
     def find_lost(self, suspects: list[int], timed_out: bool) -> tuple[list[int], bool]:
         """(group ranks that a failure is put down to, whether they stalled rather than ended): what the first witness wrote down, else the

@@ -1,0 +1,97 @@
+"""Expert parallelism over a process group: the handshake, the plan and the journeys of rows to their experts and of results home.
+
+The layer's semantics on several ranks, step by step on the host: what the fabrics inside a kernel must reproduce bit for bit. Rows keep the
+canonical order (expert, source rank, token, k), a row's bits do not depend on where it lies, and each token's results are summed at home in
+the order of its routes; so any number of ranks gives the same bits (P3). Legend as in DESIGN: T, K, H, I, R rows of the plan, W ranks.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import RoutingPlan, count_ids
+from .protocol import Wants
+
+
+def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: dict) -> RoutingPlan:
+    """This rank's plan, after the handshake that gives every rank's tokens and counts. Raises on all ranks what is wrong on any.
+
+    signature: what must agree on all ranks. E is the sum of num_local_experts over ranks. One host synchronisation on a GPU.
+    """
+    T = topk_ids.shape[0]
+    facts = group.handshake(signature | {"pass": "forward"}, tokens=T, experts=num_local_experts)
+    E = group.total_experts([fact["experts"] for fact in facts])
+    error = _bad_id(topk_ids, E)
+    counts = count_ids(topk_ids.reshape(-1).long(), E)
+    facts_and_counts = group.handshake(signature | {"pass": "counts"}, error=error, counts=counts.tolist())
+    all_counts = torch.tensor([fact["counts"] for fact in facts_and_counts], device=topk_ids.device)
+    plan = RoutingPlan.build(topk_ids, E, rank=group.rank, counts=all_counts, total_tokens=sum(fact["tokens"] for fact in facts))
+    travel = Travel(plan, group)
+    (slots,) = travel.to_experts("route", travel.sent_slots.to(torch.int32))
+    plan.row_to_slot[travel.received_rows] = slots
+    return plan
+
+
+def _bad_id(topk_ids: Tensor, num_experts: int) -> str | None:
+    if topk_ids.numel() == 0:
+        return None
+    low, high = (int(v) for v in torch.aminmax(topk_ids))
+    if low < -1 or high >= num_experts:
+        return f"topk_ids holds {low if low < -1 else high} and must hold -1 or expert ids 0..{num_experts - 1}"
+    return None
+
+
+class Travel:
+    """One plan's exchange of rows between this rank and the others of `group`.
+
+    sent_slots (n,) int64: this rank's valid slots by (destination rank, row there). received_rows (m,) int64: rows that some rank fills, by
+    (source rank, row). Sender and receiver list the same rows in the same order, so nothing but the rows themselves has to travel.
+    """
+
+    def __init__(self, plan: RoutingPlan, group: Any) -> None:
+        assert plan.slot_to_rank is not None
+        self.plan, self.group, self.W = plan, group, group.size
+        self.sent_slots, self.send_counts = _by_rank(plan.slot_to_rank, plan.slot_to_row, self.W)
+        self.received_rows, self.receive_counts = _by_rank(plan.row_to_rank, torch.arange(plan.num_rows, device=plan.row_to_rank.device), self.W)
+
+    def to_experts(self, what: str, *by_sent_slot: Tensor) -> list[Tensor]:
+        """Values of this rank's sent slots (n, ...) -> values of the received rows (m, ...)."""
+        return self.group.fabric.exchange_rows(by_sent_slot, self.send_counts, self.receive_counts, what)
+
+    def home(self, what: str, *by_row: Tensor | None) -> list[Tensor | None]:
+        """Values of all rows (R, ...) -> values of this rank's sent slots (n, ...); None stays None."""
+        chosen = [values.index_select(0, self.received_rows) for values in by_row if values is not None]
+        back = iter(self.group.fabric.exchange_rows(chosen, self.receive_counts, self.send_counts, what) if chosen else ())
+        return [None if values is None else next(back) for values in by_row]
+
+    def rows_of(self, received: Tensor) -> Tensor:
+        """Received rows (m, ...) laid into the plan's buffer (R, ...), zeros elsewhere."""
+        rows = received.new_zeros((self.plan.num_rows, *received.shape[1:]))
+        return rows.index_copy_(0, self.received_rows, received)
+
+    def home_plan(self) -> RoutingPlan:
+        """The plan with slot_to_row pointing into what `home` returns."""
+        position = torch.full_like(self.plan.slot_to_row, -1)
+        position[self.sent_slots] = torch.arange(self.sent_slots.shape[0], dtype=torch.int32, device=position.device)
+        return replace(self.plan, slot_to_row=position)
+
+
+def _by_rank(rank: Tensor, row: Tensor, world_size: int) -> tuple[Tensor, list[int]]:
+    """(indices with rank >= 0 sorted by (rank, row), how many for each rank)."""
+    valid = torch.nonzero(rank >= 0).squeeze(1)
+    order = torch.argsort(rank[valid].long() * 2**31 + row[valid])
+    return valid[order], torch.bincount(rank[valid], minlength=world_size).tolist()
+
+
+def agree_on_backward(group: Any, signature: dict, wants: Wants) -> None:
+    """Backward's handshake: all ranks run it for the same layer and want the same gradients, or all raise."""
+    group.handshake(signature | {"pass": "backward", "wanted gradients": _names(wants)})
+
+
+def _names(wants: Wants) -> list[str]:
+    named = [name for name in ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down") if getattr(wants, name)]
+    parts = ("w_gate_up", "w_down", "gate_weight")
+    return named + [f"shared[{i}].{part}" for i, want in enumerate(wants.shared) for part, wanted in zip(parts, want, strict=True) if wanted]
