@@ -107,7 +107,8 @@ def _valid_tokens(values: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, 
 @torch.library.custom_op("mok::router_scores", mutates_args=())
 def router_scores(x: Tensor, weight: Tensor) -> Tensor:
     """logits = x @ weight.T in the engine's fixed order: x (T, H), weight (E, H), any float dtypes -> (T, E) fp32 (fp64 for fp64 x)."""
-    return get_engine(engine_name(x.device, x.dtype, x.shape[1])).router_scores(x, weight)
+    with torch.autocast(x.device.type, enabled=False):           # it would reach the engine's matrix products, inside a custom op too
+        return get_engine(engine_name(x.device, x.dtype, x.shape[1])).router_scores(x, weight)
 
 
 @router_scores.register_fake
@@ -119,7 +120,8 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 def router_scores_backward(x: Tensor, weight: Tensor, dlogits: Tensor, want_x: bool, want_weight: bool) -> tuple[Tensor, Tensor]:
     """(dx (T, H) in x's dtype, dweight (E, H) in weight's dtype); an empty tensor where not wanted."""
     engine = get_engine(engine_name(x.device, x.dtype, x.shape[1]))
-    dx, dweight = engine.router_scores_backward(x, weight, dlogits, want_x, want_weight)
+    with torch.autocast(x.device.type, enabled=False):
+        dx, dweight = engine.router_scores_backward(x, weight, dlogits, want_x, want_weight)
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight
 
 
