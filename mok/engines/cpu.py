@@ -18,10 +18,13 @@ from torch import Tensor
 from ..plan import RoutingPlan
 from ..runtime import Task, runtime
 from .cpu_activation import Activation
+from .cpu_check import self_check
 from .cpu_combine import SharedRows, combine_backward_tasks, combine_tasks, gate_tasks, scores_tasks
 from .cpu_experts import BackwardRows, Experts, ExpertWants, ExpertWeights, WeightGrads, outer_tasks
 from .cpu_tiles import Rows, TileMath
 from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
+
+__all__ = ["CpuEngine", "self_check"]
 
 
 def routed_experts(math: TileMath, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> Experts:

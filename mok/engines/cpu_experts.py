@@ -108,10 +108,10 @@ class Experts:
         return self.weights.w_down.shape[1]
 
     def _w_gate_up(self, e: int) -> Matrix:
-        return Matrix(self.weights.w_gate_up[e], "w_gate_up.wide", (self._token, e))
+        return Matrix(self.weights.w_gate_up[e], "w_gate_up", (self._token, e))
 
     def _w_down(self, e: int) -> Matrix:
-        return Matrix(self.weights.w_down[e], "w_down.wide", (self._token, e))
+        return Matrix(self.weights.w_down[e], "w_down", (self._token, e))
 
     def _tiles(self, probes: Sequence[Probe]) -> list[tuple[int, int, int, int]]:
         """(expert, first row, valid rows, tile rows) of every tile, expert by expert."""

@@ -55,7 +55,7 @@ class TileSizes:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One expert's weight (N, K_dim), contiguous. `slot` names the thread's buffer for its wide copy, `key` tells whose copy lies there."""
+    """One expert's weight (N, K_dim), contiguous. `slot` names a thread's buffers for copies of it, `key` tells whose copy lies there."""
 
     data: Tensor
     slot: str
@@ -96,7 +96,8 @@ class TileMath:
     def rounded(self, scratch: Scratch, name: str, a: Tensor, weight: Matrix, *, flip: bool = False, bias: Tensor | None = None) -> Tensor:
         """round(a @ W.T + bias), with flip round(a @ W + bias): a (m, K_dim), bias (N,), all in the compute dtype -> (m, N)."""
         if self.direct and (bias is None or self._linear is not None or self.dtype == self.acc):
-            return self._product(scratch, name, a, weight.data.T if flip else weight.data, bias)
+            data = self._aligned(scratch, weight)
+            return self._product(scratch, name, a, data.T if flip else data, bias)
         wide = self.exact(scratch, name + ".wide", self.widen(scratch, name + ".a", a), weight, flip=flip)
         if bias is not None:
             wide.add_(bias.to(self.acc))
@@ -104,12 +105,21 @@ class TileMath:
 
     def exact(self, scratch: Scratch, name: str, a: Tensor, weight: Matrix, *, flip: bool = False) -> Tensor:
         """a @ W.T, with flip a @ W: a (m, K_dim) in the accumulation dtype -> (m, N) in the accumulation dtype, not rounded further."""
-        wide = weight.data if weight.data.dtype == self.acc else scratch.kept(weight.slot, weight.key, weight.data, self.acc)
-        return self._product(scratch, name, a, wide.T if flip else wide, None)
+        if weight.data.dtype == self.acc:
+            data = self._aligned(scratch, weight)
+        else:
+            data = scratch.kept(weight.slot + ".wide", weight.key, weight.data, self.acc)
+        return self._product(scratch, name, a, data.T if flip else data, None)
 
     def outer(self, scratch: Scratch, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a.T @ b: a (rows, M), b (rows, N), both in the accumulation dtype -> (M, N); contracts over rows."""
         return self._product(scratch, name, a.T, b.T, None)
+
+    @staticmethod
+    def _aligned(scratch: Scratch, weight: Matrix) -> Tensor:
+        """The weight where every buffer of ours begins, at a multiple of 64 bytes: a kernel that looks at addresses sees no difference."""
+        data = weight.data
+        return scratch.kept(weight.slot, weight.key, data, data.dtype) if data.data_ptr() % 64 else data
 
     def _product(self, scratch: Scratch, name: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         if self._linear is not None and ((a.dtype == torch.float32 and self.mode == "ieee") or (a.dtype == torch.bfloat16 and bias is not None)):
