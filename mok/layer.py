@@ -2,17 +2,21 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import MoEConfig
 from .engines.protocol import SharedWeights
 from .function import moe_with_counts
-from .plan import count_ids, experts_of_rank
+from .plan import count_ids
 from .router import Router, Routes
 from .runtime import runtime
+
+if TYPE_CHECKING:
+    from .group import ExpertGroup
 
 
 class SharedParameters(nn.Module):
@@ -31,8 +35,8 @@ class SharedParameters(nn.Module):
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward layer: x (..., H) -> (..., H).
 
-    config: sizes and routing rule. group: None = all experts on this rank; else this rank holds a contiguous block of them (`group.size`,
-    `group.rank`, `group.key`). device, dtype: of all parameters, as for any nn.Module.
+    config: sizes and routing rule. group: None = all experts on this rank; a `mok.ExpertGroup`: this rank holds its contiguous block of them.
+    device, dtype: of all parameters, as for any nn.Module.
 
     Parameters: router.weight (E, H); w_gate_up (E_local, 2I, H), gate rows first; w_down (E_local, H, I); with config.expert_bias b_gate_up
     (E_local, 2I), b_down (E_local, H); shared_experts.{i}.w_gate_up, .w_down, .gate_weight. Initial values depend on (config.seed,
@@ -43,14 +47,14 @@ class MoE(nn.Module):
     (topk_ids, topk_weights) (T, K) without a graph, to be replayed or recorded. All three are dropped by deepcopy and pickle.
     """
 
-    def __init__(self, config: MoEConfig, group: Any = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, config: MoEConfig, group: ExpertGroup | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config={type(config).__name__} must be a mok.MoEConfig")
         H, I = config.hidden_size, config.intermediate_size
         self.config = config
         self.group = group
-        self.first_expert, self.num_local_experts = experts_of_rank(config.num_experts, *((1, 0) if group is None else (group.size, group.rank)))
+        self.first_expert, self.num_local_experts = (0, config.num_experts) if group is None else group.local_experts(config.num_experts)
         self.layer_key = runtime.next_layer_key(None if group is None else group.key)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -116,7 +120,12 @@ class MoE(nn.Module):
         Raises ValueError naming x, padding_mask or routes where type, shape, dtype or device is wrong, and what `mok.moe` raises.
         """
         config = self.config
-        self._check(x, padding_mask, routes)
+        try:
+            self._check(x, padding_mask, routes)
+        except ValueError as error:
+            if self.group is not None:                           # the other ranks would wait for this one
+                self.group.report(str(error), {"pass": "forward", "layer_key": self.layer_key})
+            raise
         H, K = config.hidden_size, config.top_k
         tokens = x.reshape(-1, H)
         mask = None if padding_mask is None else padding_mask.reshape(-1)
@@ -146,23 +155,30 @@ class MoE(nn.Module):
             self.aux_loss, self.tokens_per_expert, self.routes = aux_loss, tokens_per_expert, (topk_ids, topk_weights.detach())
         return y.view(x.shape)
 
-    def update_bias(self, process_group: Any = None) -> None:
-        """After each optimizer step, with balance="bias": move the selection bias against the load (`Router.update_bias`)."""
+    def update_bias(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """After each optimizer step, with balance="bias": move the selection bias against the load (`Router.update_bias`).
+
+        process_group: all ranks that hold different tokens of the step; None = the ranks of the layer's group. Collective over them.
+        """
+        if process_group is None and self.group is not None:
+            process_group = self.group.process_group or dist.group.WORLD
         self.router.update_bias(process_group)
 
-    def attach_group(self, group: Any) -> None:
-        """Give an unpickled layer the group of this process; its experts must be the ones that `group.rank` owns."""
-        first, count = experts_of_rank(self.config.num_experts, group.size, group.rank)
+    def attach_group(self, group: ExpertGroup) -> None:
+        """Give a layer that was unpickled in another process the group there. ValueError unless `group` gives this rank the layer's experts."""
+        first, count = group.local_experts(self.config.num_experts)
         if (first, count) != (self.first_expert, self.num_local_experts):
-            raise ValueError(f"group owns experts {first}..{first + count - 1} on this rank and must own the layer's, "
-                             f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1}")
-        self.group, self._lost_group = group, None
+            raise ValueError(f"group owns experts {first}..{first + count - 1} on this rank and must own the layer's, {self._owned()}")
+        self.group = group
         self.layer_key = runtime.next_layer_key(group.key)
+
+    def _owned(self) -> str:
+        return f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1}"
 
     def _check(self, x: Tensor, padding_mask: Tensor | None, routes: tuple[Tensor, Tensor | None] | None) -> None:
         H, K = self.config.hidden_size, self.config.top_k
-        if self._lost_group is not None:
-            raise ValueError(f"group={self._lost_group} is not registered in this process; call attach_group first")
+        if self.group is None and self.num_local_experts != self.config.num_experts:
+            raise ValueError(f"group=None must be an ExpertGroup: the layer holds experts {self._owned()} of {self.config.num_experts}; call attach_group")
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ValueError(f"x={x.dtype if isinstance(x, Tensor) else type(x).__name__} must be a floating-point tensor")
         if x.dim() < 1 or x.shape[-1] != H:
@@ -190,24 +206,15 @@ class MoE(nn.Module):
         if routes[1] is not None and not routes[1].is_floating_point():
             raise ValueError(f"routes[1].dtype={routes[1].dtype} must be a floating dtype")
 
-    _lost_group: int | None = None
-
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.update(aux_loss=None, tokens_per_expert=None, routes=None, group=None)   # a graph and a process group cannot travel
-        state["_lost_group"] = self._lost_group if self.group is None else self.group.key
-        return state
+        return self.__dict__ | {"aux_loss": None, "tokens_per_expert": None, "routes": None}     # they hold a graph
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        group = runtime.groups.get(self._lost_group) if self._lost_group is not None else None
-        if group is not None:
-            self.attach_group(group)
-        else:
-            self.layer_key = runtime.next_layer_key(self._lost_group)
+        self.layer_key = runtime.next_layer_key(None if self.group is None else self.group.key)
 
     def extra_repr(self) -> str:
         c = self.config
         shared = f", shared={list(c.shared_intermediate_sizes)}" if c.shared_intermediate_sizes else ""
-        experts = f"{c.num_experts}" if self.group is None else f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1} of {c.num_experts}"
+        experts = f"{c.num_experts}" if self.num_local_experts == c.num_experts else f"{self._owned()} of {c.num_experts}"
         return f"H={c.hidden_size}, I={c.intermediate_size}, experts={experts}, {c.activation}, {c.precision}{shared}, layer_key={self.layer_key}"

@@ -15,14 +15,13 @@ from mok.router import Router
 T, H, E, K = 2053, 129, 37, 5
 
 
-def make(dtype=torch.float32, seed=0, **changes) -> tuple[Router, mok.MoEConfig]:
+def make(dtype=torch.float32, seed=0, **changes) -> Router:
     settings = {"hidden_size": H, "intermediate_size": 8, "num_experts": E, "top_k": K} | changes
-    config = mok.MoEConfig(**settings)
-    router = Router(config, dtype=dtype)
+    router = Router(mok.MoEConfig(**settings), dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=generator) * 0.3)
-    return router, config
+    return router
 
 
 def run(router, x, coefficients, **arguments):
@@ -47,7 +46,7 @@ PER_TOKEN = ("topk_ids", "topk_weights", "logits", "probs", "dx")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 def test_routes_keep_their_bits(dtype, score_function):
-    router, _ = make(dtype, score_function=score_function, num_experts=36, num_expert_groups=4, topk_groups=3)
+    router = make(dtype, score_function=score_function, num_experts=36, num_expert_groups=4, topk_groups=3)
     x, coefficients = torch.randn(T, H).to(dtype), torch.randn(T, K)
     threads = torch.get_num_threads()
     try:
@@ -108,7 +107,7 @@ def test_ties_go_to_the_lower_id():
 
 
 def test_equal_router_rows_tie_exactly():
-    router, _ = make(num_experts=128, top_k=6)
+    router = make(num_experts=128, top_k=6)
     with torch.no_grad():
         router.weight.copy_(router.weight[:1].expand(128, H))
     assert (router(torch.randn(500, H)).topk_ids == torch.arange(6)).all()
@@ -117,7 +116,7 @@ def test_equal_router_rows_tie_exactly():
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 def test_nan_scores_stay_in_their_token(groups, score_function):
-    router, _ = make(num_experts=32, score_function=score_function, num_expert_groups=groups[0], topk_groups=groups[1])
+    router = make(num_experts=32, score_function=score_function, num_expert_groups=groups[0], topk_groups=groups[1])
     x = torch.randn(300, H)
     clean = router(x)
     x[7], x[8, 3], x[9] = math.nan, math.inf, 1e38
@@ -164,7 +163,7 @@ def test_group_limited_routing_against_plain_loops(num_experts, num_groups, topk
 def test_weights_against_float64():
     for score_function in ("softmax", "sigmoid"):
         for normalise in (False, True):
-            router, _ = make(score_function=score_function, norm_topk_prob=normalise, routed_scaling_factor=2.5)
+            router = make(score_function=score_function, norm_topk_prob=normalise, routed_scaling_factor=2.5)
             routes = router(torch.randn(200, H))
             logits = routes.logits.double()
             p = (logits.softmax(-1) if score_function == "softmax" else logits.sigmoid()).gather(1, routes.topk_ids)
@@ -178,7 +177,7 @@ def test_weights_of_scores_that_underflow_are_zero_not_nan():
 
 
 def test_bias_moves_the_choice_and_not_the_weights():
-    router, _ = make(balance="bias", score_function="sigmoid", norm_topk_prob=False)
+    router = make(balance="bias", score_function="sigmoid", norm_topk_prob=False)
     x = torch.randn(50, H)
     before = router(x)
     router.selection_bias[11] = 10.0
@@ -203,7 +202,7 @@ def losses_oracle(logits, topk_ids, mask, score_function, num_experts, top_k):
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_losses_against_float64(score_function, masked):
-    router, config = make(score_function=score_function, aux_loss_coef=0.5, z_loss_coef=0.25)
+    router = make(score_function=score_function, aux_loss_coef=0.5, z_loss_coef=0.25)
     x = torch.randn(333, H)
     mask = None
     if masked:
@@ -235,7 +234,7 @@ def test_balance_loss_is_one_when_balanced_and_E_over_K_when_collapsed():
 
 
 def test_losses_do_not_depend_on_threads():
-    router, _ = make(z_loss_coef=0.1)
+    router = make(z_loss_coef=0.1)
     x = torch.randn(T, H)
     seen = []
     threads = torch.get_num_threads()
@@ -271,7 +270,7 @@ def test_gradcheck():
 
 def test_no_tokens():
     for mask in (None, torch.zeros(0, dtype=torch.bool)):
-        router, _ = make(z_loss_coef=0.1)
+        router = make(z_loss_coef=0.1)
         routes = router(torch.randn(0, H, requires_grad=True), mask)
         loss = router.loss(routes, torch.zeros(E, dtype=torch.int64), mask) + routes.topk_weights.sum()
         loss.backward()
@@ -279,7 +278,7 @@ def test_no_tokens():
 
 
 def test_all_tokens_masked():
-    router, _ = make(z_loss_coef=0.1)
+    router = make(z_loss_coef=0.1)
     mask = torch.ones(9, dtype=torch.bool)
     routes = router(torch.randn(9, H), mask)
     loss = router.loss(routes, torch.zeros(E, dtype=torch.int64), mask)
@@ -290,7 +289,7 @@ def test_all_tokens_masked():
 # ---- balancing without a loss ----
 
 def test_update_bias_worked_example():
-    router, _ = make(balance="bias", num_experts=4, top_k=2, bias_update_rate=0.5)
+    router = make(balance="bias", num_experts=4, top_k=2, bias_update_rate=0.5)
     router.load.copy_(torch.tensor([10, 2, 4, 0]))                                # mean 4
     router.update_bias()
     assert router.selection_bias.tolist() == [-0.5, 0.5, 0.0, 0.5] and router.load.tolist() == [0, 0, 0, 0]
@@ -299,7 +298,7 @@ def test_update_bias_worked_example():
 
 
 def test_bias_balancing_makes_a_skewed_load_uniform():
-    router, _ = make(balance="bias", score_function="sigmoid", num_experts=8, top_k=2, bias_update_rate=0.005)
+    router = make(balance="bias", score_function="sigmoid", num_experts=8, top_k=2, bias_update_rate=0.005)
     generator = torch.Generator().manual_seed(1)
 
     def imbalance() -> float:
@@ -318,7 +317,7 @@ def test_bias_balancing_makes_a_skewed_load_uniform():
 
 
 def test_load_counts_in_training_mode_only_and_adds_up_over_micro_batches():
-    router, _ = make(balance="bias")
+    router = make(balance="bias")
     counts = torch.arange(E)
     router.count(counts)
     router.count(counts)
@@ -328,7 +327,7 @@ def test_load_counts_in_training_mode_only_and_adds_up_over_micro_batches():
 
 
 def test_bias_stays_fp32_when_the_layer_changes_dtype():
-    router, _ = make(balance="bias")
+    router = make(balance="bias")
     router.selection_bias.fill_(1.001)
     router.bfloat16()
     assert router.weight.dtype == torch.bfloat16 and router.selection_bias.dtype == torch.float32
@@ -338,7 +337,7 @@ def test_bias_stays_fp32_when_the_layer_changes_dtype():
 # ---- padding and replay ----
 
 def test_padding_leaves_other_tokens_alone():
-    router, _ = make()
+    router = make()
     x = torch.randn(100, H)
     mask = torch.rand(100) < 0.3
     plain, masked = router(x), router(x, mask)
@@ -348,7 +347,7 @@ def test_padding_leaves_other_tokens_alone():
 
 
 def test_replayed_ids_get_fresh_weights_and_gradients():
-    router, _ = make()
+    router = make()
     x, coefficients = torch.randn(64, H), torch.randn(64, K)
     first = run(router, x, coefficients)
     again = run(router, x, coefficients, topk_ids=first["topk_ids"].to(torch.int32))
@@ -376,7 +375,7 @@ def test_ops_pass_opcheck():
 
 
 def test_compiled_router_equals_eager():
-    router, _ = make(num_experts=36, num_expert_groups=4, topk_groups=2, balance="bias", z_loss_coef=0.1)
+    router = make(num_experts=36, num_expert_groups=4, topk_groups=2, balance="bias", z_loss_coef=0.1)
     compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
     for tokens in (100, 101, 64, 0):
         x, coefficients = torch.randn(tokens, H), torch.randn(tokens, K)
