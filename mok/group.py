@@ -29,8 +29,10 @@ class ExpertGroup:
             raise ValueError(f"{timeout_s=} must be a positive number of seconds")
         self.process_group = process_group
         self.timeout_s = timeout_s
-        self.key = runtime.new_group_key()
-        self.fabric = ProcessGroupFabric(process_group, timeout_s, name=str(self.key))
+        if not dist.is_initialized():
+            raise ValueError("process_group=None needs torch.distributed: call init_process_group first")
+        self.key, name = runtime.new_group_key(tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+        self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
         self._calls = 0
         runtime.groups[self.key] = self

@@ -164,6 +164,7 @@ class Runtime:
         self.lock = threading.RLock()
         self._said: set[str] = set()
         self.layers_built: dict[int | None, int] = {}   # group key (None = no group) -> how many mok.MoE were constructed in it
+        self.groups_built: dict[tuple[int, ...], int] = {}   # global ranks -> how many ExpertGroups were built over them
         self.groups: dict[int, Any] = {}       # key -> ExpertGroup, so that custom ops can name a group by an integer
         self.scratch: dict[Any, Any] = {}      # engines' reusable buffers and measured facts, keyed by the engine
         self.error_words: list[Callable[[], Exception | None]] = []   # each reads a device's pinned error word; None = nothing to report
@@ -248,6 +249,16 @@ class Runtime:
         value, num_experts = divmod(packed, EXPERT_RADIX)
         return ValueError(f"topk_ids held {value} in an earlier call on {device}: ids must be from -1 to {num_experts - 1} (E = {num_experts}); "
                           "such routes counted as -1")
+
+    def new_group_key(self, global_ranks: tuple[int, ...]) -> tuple[int, str]:
+        """(a key for a new ExpertGroup in this process, a name for it that is equal on all of `global_ranks` if they build groups in one order)."""
+        with self.lock:
+            self.groups_built[global_ranks] = self.groups_built.get(global_ranks, 0) + 1
+            return sum(self.groups_built.values()), f"{'-'.join(map(str, global_ranks))}/{self.groups_built[global_ranks]}"
+
+    def group_by_key(self, key: int) -> Any:
+        """The ExpertGroup with this key, None where this process has none."""
+        return self.groups.get(key)
 
     def next_layer_key(self, group_key: int | None) -> int:
         """1, 2, ...: the construction number of a mok.MoE in its group, equal on all ranks that build the same layers in the same order."""

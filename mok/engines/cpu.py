@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .cpu_activation import Activation
 from .cpu_check import self_check
 from .cpu_combine import SharedRows, combine_backward_tasks, combine_tasks, gate_tasks, scores_tasks
 from .cpu_experts import BackwardRows, Experts, ExpertWants, ExpertWeights, WeightGrads, outer_tasks
+from .cpu_rows import GroupRows, LocalRows, slot_values
 from .cpu_tiles import Rows, TileMath
 from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 
@@ -39,16 +41,6 @@ def shared_experts(math: TileMath, tensors: MoETensors, options: PassOptions) ->
     activation = Activation.of(options.activation, options.swiglu_limit)
     return [Experts(math, activation, ExpertWeights(s.w_gate_up.unsqueeze(0), s.w_down.unsqueeze(0)).dense(), [0], [tensors.x.shape[0]])
             for s in tensors.shared]
-
-
-def row_tokens(plan: RoutingPlan, K: int) -> Tensor:
-    """(R,) int64: the token of each row of a plan whose rows all come from this rank; padding rows hold token 0 and are never read."""
-    return plan.row_to_slot.to(torch.int64).clamp(min=0) // max(K, 1)
-
-
-def slot_rows(plan: RoutingPlan, T: int, K: int) -> Tensor:
-    """(T, K) int64: the row of each route, -1 = no expert."""
-    return plan.slot_to_row.view(T, K).to(torch.int64)
 
 
 class SharedPass:
@@ -133,6 +125,13 @@ class CpuEngine:
 
     name = "cpu"
 
+    def __init__(self, group: Any = None) -> None:
+        """group: the ExpertGroup that a pass's rows travel in, None = this rank alone."""
+        self._group = group
+
+    def _row_journey(self, plan: RoutingPlan, T: int, K: int) -> LocalRows | GroupRows:
+        return LocalRows(plan, T, K) if self._group is None else GroupRows(plan, T, K, self._group)
+
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
         return RoutingPlan.build(topk_ids, num_experts)
 
@@ -146,11 +145,15 @@ class CpuEngine:
             saved = Saved(z=x.new_empty(plan.num_rows if options.save_for_backward else 0, 2 * experts.width),
                           shared_z=x.new_empty(T if options.save_for_backward else 0, shared.z_width))
             y_rows = x.new_empty(plan.num_rows, H)
-            tasks = experts.forward_tasks(Rows(x, row_tokens(plan, K)), y_rows, saved.z if options.save_for_backward else None)
+            journey = self._row_journey(plan, T, K)
+            (x_rows,), _ = journey.dispatch("dispatch", [x])
+            tasks = experts.forward_tasks(x_rows, y_rows, saved.z if options.save_for_backward else None)
             shared_tasks, shared_rows = shared.forward(saved.shared_z if options.save_for_backward else None)
             runtime.tiles.run(tasks + shared_tasks)
+            (y_home,) = journey.home("combine", y_rows)
+            assert y_home is not None
             y = x.new_empty(T, H)
-            runtime.tiles.run(combine_tasks(math, y, y_rows, slot_rows(plan, T, K), tensors.topk_weights, shared_rows))
+            runtime.tiles.run(combine_tasks(math, y, y_home, journey.slots, tensors.topk_weights, shared_rows))
         return y, saved
 
     def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
@@ -162,11 +165,11 @@ class CpuEngine:
         wants = _complete(wants, tensors)
         with torch.no_grad(), math.precision():
             experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options)
-            tokens, slots = row_tokens(plan, K), slot_rows(plan, T, K)
-            x_rows, dy_rows = Rows(x, tokens), Rows(dy, tokens)
-            row_weights = row_values(plan, tensors.topk_weights)
             want = ExpertWants(wants.x, wants.topk_weights, wants.w_gate_up, wants.w_down, wants.b_gate_up, wants.b_down)
             rows = experts.backward_rows(plan.num_rows, want)
+            journey = self._row_journey(plan, T, K)
+            sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if want.w_gate_up else [dy], tensors.topk_weights)
+            dy_rows, x_rows = sources[0], sources[-1]                # without w_gate_up's gradient nobody reads x_rows
             runtime.tiles.run(shared.gate_tasks())
             runtime.tiles.run(experts.backward_tasks(dy_rows, row_weights, saved.z, want, rows) + shared.backward_tiles(dy, saved.shared_z, wants))
 
@@ -174,11 +177,12 @@ class CpuEngine:
             tasks = experts.weight_grad_tasks(x_rows, dy_rows, row_weights, rows, targets)
             shared_tasks, shared_rows = shared.backward_sums(dy, wants, grads)
             tasks += shared_tasks
-            if rows.dx is not None:
+            dx_home, d_weight_home = journey.home("backward combine", rows.dx, rows.d_weight)
+            if dx_home is not None:
                 grads.x = x.new_empty(T, H)
-                tasks += combine_backward_tasks(math, grads.x, rows.dx, slots, shared_rows)
-            if rows.d_weight is not None:
-                grads.topk_weights = slot_values(rows.d_weight, slots)
+                tasks += combine_backward_tasks(math, grads.x, dx_home, journey.slots, shared_rows)
+            if d_weight_home is not None:
+                grads.topk_weights = slot_values(d_weight_home, journey.slots)
             runtime.tiles.run(tasks)
         return grads
 
@@ -204,22 +208,6 @@ class CpuEngine:
                 tasks += outer_tasks(math, Rows(dlogits), Rows(x), 0, x.shape[0], dweight, accumulate=False)
             runtime.tiles.run(tasks)
         return dx, dweight
-
-
-def row_values(plan: RoutingPlan, slot_values: Tensor) -> Tensor:
-    """(R, 1): the value of each row's slot, 0 in padding; slot_values (T, K), all rows from this rank."""
-    slot = plan.row_to_slot.to(torch.int64)
-    if slot_values.numel() == 0:
-        return slot_values.new_zeros(slot.shape[0], 1)
-    picked = slot_values.reshape(-1)[slot.clamp(min=0)]
-    return torch.where(slot < 0, 0, picked).unsqueeze(1)
-
-
-def slot_values(row_values: Tensor, slots: Tensor) -> Tensor:
-    """(T, K): the value of each slot's row, 0 where it has none; row_values (R, 1), slots (T, K)."""
-    if row_values.numel() == 0:
-        return row_values.new_zeros(slots.shape)
-    return torch.where(slots < 0, 0, row_values[slots.clamp(min=0), 0])
 
 
 def _complete(wants: Wants, tensors: MoETensors) -> Wants:

@@ -49,8 +49,6 @@ class ProcessGroupFabric:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float, name: str) -> None:
-        if not dist.is_initialized():
-            raise ValueError("process_group=None needs torch.distributed: call init_process_group first")
         self.data_group = process_group if process_group is not None else dist.group.WORLD
         self.global_ranks: list[int] = dist.get_process_group_ranks(self.data_group)
         self.rank = dist.get_rank(self.data_group)
