@@ -187,7 +187,8 @@ def test_shards_add_up_to_the_whole(rows, dtype, inner, cuts, random):
 
 def test_layout_and_alignment_do_not_matter():
     base = torch.randn(6, 10, 8)
-    for view in (base.transpose(0, 1), base[:, 1:, 1:6], base.flatten()[1:7], base.flatten()[1:13].view(2, 6), base[::2], base[..., 3], base[:0], base[:, :1].expand(6, 4, 8)):
+    for view in (base.transpose(0, 1), base[:, 1:, 1:6],
+                 base.flatten()[1:7], base.flatten()[1:13].view(2, 6), base[::2], base[..., 3], base[:0], base[:, :1].expand(6, 4, 8)):
         assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
     conjugate = torch.randn(4, 4, dtype=torch.complex64).conj()
     assert digest(conjugate) == digest(conjugate.resolve_conj())
