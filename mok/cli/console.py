@@ -1,0 +1,62 @@
+"""What the commands print: lines, tables, a progress bar on a terminal, and one JSON document last."""
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Bar:
+    """A progress bar that is open: `advance` moves it and changes the text behind it; without a terminal both do nothing."""
+
+    def __init__(self, progress: Progress | None, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, count: int = 1, text: str = "") -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, advance=count, text=text)
+
+
+class Output:
+    """Standard output of one command. With as_json the last line is the document given to `finish`; without, `finish` prints nothing."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.terminal = sys.stdout.isatty()
+        self._console = RichConsole(highlight=False, soft_wrap=True) if self.terminal else RichConsole(highlight=False, soft_wrap=True, width=160)
+
+    def line(self, text: str = "") -> None:
+        """Print one line (or several) as it stands."""
+        self._console.print(escape(text))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[bool] = ()) -> None:
+        """A table; rows whose `bad` is true are red."""
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column)
+        for i, row in enumerate(rows):
+            table.add_row(*map(escape, row), style="red" if i < len(bad) and bad[i] else None)
+        self._console.print(table, soft_wrap=False)
+
+    @contextmanager
+    def bar(self, description: str, total: int, start: int = 0) -> Iterator[Bar]:
+        """A progress bar from `start` to `total` while the block runs, on a terminal only; lines printed meanwhile appear above it."""
+        if not self.terminal:
+            yield Bar(None, None)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            yield Bar(progress, progress.add_task(description, total=total, completed=start, text=""))
+
+    def finish(self, document: dict[str, Any]) -> None:
+        """Print the command's result as one line of JSON, if that was asked for."""
+        if self.as_json:
+            sys.stdout.flush()
+            print(json.dumps(document), flush=True)

@@ -1,0 +1,31 @@
+"""The --device argument, the same in every command."""
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --device: cpu, cuda or cuda:N; without it a GPU if there is one."""
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if torch sees a GPU, else cpu)")
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The torch device called `name`; ValueError naming `device` for one that does not exist here."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} must be cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} must be cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"device={name!r} is not there: torch {torch.__version__} sees {gpus} GPU(s)")
+    return device

@@ -1,0 +1,63 @@
+"""The command line: one parser, one sub-command a file, and what an error becomes."""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import info, train, verify
+from .console import Output
+
+_COMMANDS = {"train": train, "verify": verify, "info": info}
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a wrong argument is one line on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {_one_line(message)} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `mok`, with one sub-parser for each command."""
+    parser = _Parser(prog="mok", description="Mixture-of-Kittens: train, check and measure a mixture-of-experts layer on this machine.",
+                     epilog="Exit status: 0 success, 1 a check or a run failed, 2 bad input, 130 interrupted.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for name, module in _COMMANDS.items():
+        sub = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON document as the last line of standard output")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 success, 1 failure, 2 bad input, 130 interrupted."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.version:
+        from .. import __version__
+
+        print(f"mok {__version__}")
+        return 0
+    if arguments.command is None:
+        parser.error(f"a command is needed: {', '.join(_COMMANDS)}")
+    prefix = f"mok {arguments.command}"
+    try:
+        return _COMMANDS[arguments.command].run(arguments, Output(arguments.json))
+    except (ValueError, NotImplementedError) as error:
+        print(f"{prefix}: error: {_one_line(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    except FloatingPointError as error:
+        print(f"{prefix}: failed: {_one_line(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{prefix}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,234 @@
+"""`mok train`: train the language model on text, or continue a run."""
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from .console import Bar, Output
+from .device import add_device_argument, choose_device
+
+if TYPE_CHECKING:
+    from ..lm.data import Corpus
+    from ..lm.run_folder import RunFolder
+    from ..lm.trainer import StepMetrics, Trainer, TrainSettings
+
+HELP = "train a small mixture-of-experts language model on text"
+DESCRIPTION = """\
+Train a small mixture-of-experts language model, byte by byte. Without options it learns the source code of this Python's own standard
+library, which every machine has, in a few minutes on two cores, and compares itself with a bigram model of the same text.
+
+A run is a folder: metrics.jsonl (one line a step), training.png (loss and expert load), sample.txt, checkpoints. Ctrl-C stops after the current step
+and leaves a checkpoint; `mok train --resume FOLDER` continues, and every later loss is the same to the bit as without the stop.
+
+  mok train                                 the default run, in a new folder out/train-N
+  mok train --data notes/ --steps 500       your own text: a file or a folder
+  mok train --resume out/train-1            continue a run that was stopped
+  mok train --moe-impl reference --steps 10 the same model computed by the specification, slowly"""
+SAMPLE_BYTES = 256
+_PROMPT_BYTES = 32
+# command-line name -> (type, help); their defaults are TrainSettings' own
+_SETTINGS: dict[str, tuple[type, str]] = {
+    "config": (str, "size of the model by name: tiny, small or 1b"),
+    "steps": (int, "optimizer steps in all"),
+    "seed": (int, "seed of the initial weights and of the order of the text"),
+    "precision": (str, "fp32, or bf16: fp32 weights, products in bf16 (default: bf16 where the device multiplies it natively, else fp32)"),
+    "moe_impl": (str, "who computes the experts: engine (the fast one), or reference (the specification)"),
+    "batch_size": (int, "sequences in one step"),
+    "accumulate": (int, "parts that a step's sequences are split into, to need less memory"),
+    "learning_rate": (float, "peak learning rate"),
+    "warmup_steps": (int, "steps over which the learning rate rises to its peak"),
+    "weight_decay": (float, "AdamW's weight decay of matrices"),
+    "grad_clip": (float, "largest norm of the whole gradient"),
+    "eval_every": (int, "steps between two validations"),
+    "save_every": (int, "steps between two checkpoints"),
+    "eval_tokens": (int, "bytes predicted in one validation, at most"),
+}
+_FREE_ON_RESUME = ("steps",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", metavar="PATH", help="a file or folder of text (default: this Python's standard library)")
+    parser.add_argument("--out", metavar="FOLDER", help="folder of the new run (default: out/train-N, the first N that is free)")
+    parser.add_argument("--resume", metavar="FOLDER", help="continue the run in this folder; its settings hold, --steps may be raised")
+    add_device_argument(parser)
+    for name, (kind, text) in _SETTINGS.items():
+        default = "" if name == "precision" else f" (default: {_DEFAULTS[name]})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper() if kind is not str else "NAME", help=text + default)
+
+
+# Kept here so that --help does not import torch; a test compares them with TrainSettings.
+_DEFAULTS: dict[str, Any] = {
+    "config": "small", "steps": 300, "seed": 0, "moe_impl": "engine", "batch_size": 16, "accumulate": 1, "learning_rate": 2e-3, "warmup_steps": 20,
+    "weight_decay": 0.1, "grad_clip": 1.0, "eval_every": 100, "save_every": 100, "eval_tokens": 2**16,
+}
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from ..lm.data import bigram_loss
+    from ..lm.run_folder import RunFolder
+    from ..lm.trainer import Trainer, fit
+
+    started = time.perf_counter()
+    device = choose_device(arguments.device)
+    with stop_on_signal() as stop:
+        if arguments.resume is None:
+            settings, corpus, data = _new_run(arguments, device)
+            path = _new_folder(arguments.out)
+            trainer = Trainer(settings, corpus, device)
+            folder = RunFolder.create(path, {"settings": asdict(settings), "data": data})
+        else:
+            folder = RunFolder.open(Path(arguments.resume))
+            settings, corpus = _resumed_run(arguments, folder)
+            trainer = Trainer(settings, corpus, device)
+            trainer.load(folder)
+            folder.truncate_metrics(trainer.step)
+        bigram = bigram_loss(corpus, trainer.validation)
+        _print_start(output, trainer, folder, bigram)
+        display = _Display(output, settings.steps)
+        with output.bar("training", settings.steps, trainer.step) as display.bar:
+            finished = fit(trainer, folder, display, stop)
+        result = _finish(output, trainer, folder, bigram, finished)
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    output.finish(result)
+    if not finished:
+        print(f"mok train: stopped after step {trainer.step} of {settings.steps}; continue with: mok train --resume {folder.path}", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _new_run(arguments: argparse.Namespace, device: Any) -> tuple[TrainSettings, Corpus, str | None]:
+    from ..lm.data import load_corpus
+    from ..lm.trainer import TrainSettings, native_precision
+
+    given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
+    given.setdefault("precision", native_precision(device))
+    settings = TrainSettings(**given)
+    if arguments.out is not None:
+        _new_folder(arguments.out)                       # refuse before the text is read
+    data = None if arguments.data is None else str(Path(arguments.data).absolute())
+    return settings, load_corpus(arguments.data), data
+
+
+def _new_folder(out: str | None) -> Path:
+    from ..lm.run_folder import RunFolder, free_folder
+
+    if out is None:
+        return free_folder(Path("out"), "train")
+    RunFolder.check_free(Path(out))
+    return Path(out)
+
+
+def _resumed_run(arguments: argparse.Namespace, folder: RunFolder) -> tuple[TrainSettings, Corpus]:
+    """The run's own settings and text; ValueError for an argument that says otherwise."""
+    from ..lm.data import load_corpus
+    from ..lm.trainer import TrainSettings
+
+    if arguments.out is not None:
+        raise ValueError(f"out={arguments.out!r} must not be given with resume={arguments.resume!r}, which continues in its own folder")
+    stored = folder.settings()
+    try:
+        values = dict(stored["settings"])
+        TrainSettings.from_dict(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"resume={arguments.resume!r} is corrupt: its settings do not fit: {error}") from None
+    for name in _SETTINGS:
+        given = getattr(arguments, name)
+        if given is not None and given != values[name]:
+            if name not in _FREE_ON_RESUME:
+                raise ValueError(f"{name}={given!r} must be {values[name]!r}, the setting of the run in resume={arguments.resume!r}")
+            values[name] = given
+    data = stored.get("data") if arguments.data is None else arguments.data
+    return TrainSettings.from_dict(values), load_corpus(data)
+
+
+def _print_start(output: Output, trainer: Trainer, folder: RunFolder, bigram: float) -> None:
+    settings, corpus = trainer.settings, trainer.corpus
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    left_out = f", {corpus.left_out} more left out (too much text)" if corpus.left_out else ""
+    output.line(f"text: {corpus.name}, {corpus.num_files} files{left_out}: {corpus.train.numel():,} bytes to train on, {corpus.validation.numel():,} held out")
+    output.line(f"model: {settings.config}, {parameters / 1e6:.1f} M parameters, on {trainer.device} in {settings.precision}, "
+                f"experts by the {settings.moe_impl}")
+    output.line(f"run: {folder.path}, " + (f"from step {trainer.step} to {settings.steps}" if trainer.step else f"{settings.steps} steps"))
+    output.line(f"a bigram model of this text has validation loss {bigram:.4f} nats a byte: the number to beat")
+
+
+class _Display:
+    """Shows what `fit` reports: in the bar on a terminal, else a line now and then."""
+
+    def __init__(self, output: Output, steps: int) -> None:
+        self.output, self.steps = output, steps
+        self.bar = Bar(None, None)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        text = f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  load balance {metrics.balance:.2f}"
+        self.bar.advance(1, text)
+        if not self.output.terminal and (metrics.step == 1 or metrics.step % max(1, self.steps // 20) == 0):
+            self.output.line(f"step {metrics.step}/{self.steps}  {text}")
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self.output.line(f"step {step}/{self.steps}  validation loss {loss:.4f}")
+
+
+def _finish(output: Output, trainer: Trainer, folder: RunFolder, bigram: float, finished: bool) -> dict[str, Any]:
+    """Picture and, after the last step, the sample; returns the JSON document."""
+    from ..lm.plot import plot_training
+
+    metrics = folder.read_metrics()
+    steps = [entry for entry in metrics if "loss" in entry]
+    validations = [entry for entry in metrics if "validation_loss" in entry]
+    if steps:
+        plot_training(metrics, folder.picture, f"mok train: {trainer.settings.config}, {trainer.corpus.name}, step {trainer.step}", bigram)
+    result: dict[str, Any] = {
+        "command": "train", "out": str(folder.path), "finished": finished, "step": trainer.step, "settings": asdict(trainer.settings),
+        "device": str(trainer.device), "parameters": sum(p.numel() for p in trainer.model.parameters()), "loss": steps[-1]["loss"] if steps else None,
+        "validation_loss": validations[-1]["validation_loss"] if validations else None, "bigram_validation_loss": bigram,
+        "tokens_per_s": sorted(entry["tokens_per_s"] for entry in steps)[len(steps) // 2] if steps else None,
+    }
+    if not finished:
+        return result
+    result["sample"] = _sample(output, trainer, folder)
+    loss = result["validation_loss"]
+    output.line(f"validation loss {loss:.4f}, bigram model {bigram:.4f}: {'below' if loss < bigram else 'NOT below'} the bigram model")
+    output.line(f"{result['tokens_per_s']:,.0f} tokens/s; picture: {folder.picture}; metrics: {folder.metrics}")
+    return result
+
+
+def _sample(output: Output, trainer: Trainer, folder: RunFolder) -> str:
+    from ..lm.checkpoint import write_atomically
+    from ..lm.model import generate
+
+    prompt = bytes(trainer.corpus.validation[:_PROMPT_BYTES].tolist())
+    trainer.model.eval()
+    with output.bar("sampling", SAMPLE_BYTES) as bar:
+        text = prompt + generate(trainer.model, prompt, SAMPLE_BYTES, seed=trainer.settings.seed, on_byte=bar.advance)
+    sample = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text.decode("utf-8", errors="replace"))
+    write_atomically(folder.sample, sample + "\n")
+    output.line(f"sample, after the {len(prompt)} bytes that it was given:\n{sample}\n")
+    return sample
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C (or SIGTERM) only makes the yielded function return True; the second one interrupts at once."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+        print("mok train: stopping after this step (once more to stop at once, without a checkpoint)", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

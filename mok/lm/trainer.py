@@ -1,0 +1,283 @@
+"""Trains the language model: one deterministic step after another, validation, checkpoints, and a stop that can be resumed to the bit."""
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from .checkpoint import checkpoint_name, keep_newest, load_checkpoint, read_state, save_checkpoint
+from .data import Corpus, check_length, training_windows, validation_windows
+from .model import MOE_IMPLS, LanguageModel, config_by_name, sequence_losses
+from .run_folder import RunFolder
+
+TRAIN_PRECISIONS = ("fp32", "bf16")
+_FINAL_LEARNING_RATE = 0.1       # the cosine ends at this part of the peak
+_KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that decides a run's numbers, but the text itself and the device.
+
+    config: a name in `mok.lm.model.CONFIGS`. precision: "fp32", or "bf16" (fp32 weights, products in bf16 through autocast).
+    moe_impl: "engine" or "reference". batch_size: sequences a step, split into `accumulate` equal parts that run one after another.
+    learning_rate: the peak of warm-up (warmup_steps, linear) and cosine. grad_clip: largest global gradient norm. eval_every, save_every: steps
+    between validations and between checkpoints. eval_tokens: targets of one validation. Raises ValueError for a value out of range.
+    """
+
+    config: str = "small"
+    steps: int = 300
+    seed: int = 0
+    precision: str = "fp32"
+    moe_impl: str = "engine"
+    batch_size: int = 16
+    accumulate: int = 1
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    eval_every: int = 100
+    save_every: int = 100
+    eval_tokens: int = 2**16
+
+    def __post_init__(self) -> None:
+        config_by_name(self.config)
+        if self.precision not in TRAIN_PRECISIONS:
+            raise ValueError(f"precision={self.precision!r} must be one of {', '.join(TRAIN_PRECISIONS)}")
+        if self.moe_impl not in MOE_IMPLS:
+            raise ValueError(f"moe_impl={self.moe_impl!r} must be one of {', '.join(MOE_IMPLS)}")
+        for name in ("steps", "batch_size", "accumulate", "eval_every", "save_every", "eval_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("seed", "warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("learning_rate", "grad_clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive number")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size={self.batch_size} must be a multiple of accumulate={self.accumulate}")
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> TrainSettings:
+        """The settings that `asdict` gave. ValueError naming what is missing, unknown or out of range."""
+        names = {field.name for field in fields(TrainSettings)}
+        if values.keys() != names:
+            raise ValueError(f"settings must hold {len(names)} names, found {len(values)}: missing {sorted(names - values.keys())}, "
+                             f"unknown {sorted(values.keys() - names)}")
+        return TrainSettings(**values)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step measured. loss: nats a byte, without the auxiliary loss. expert_load: routes of each layer's experts.
+
+    balance: mean over layers of (mean load / largest load) of the experts: 1 = even, 1/E = all on one.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    grad_norm: float
+    learning_rate: float
+    balance: float
+    expert_load: list[list[int]]
+    tokens_per_s: float
+
+
+class Report(Protocol):
+    """Told what happens during `fit`; for display only."""
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def on_validation(self, step: int, loss: float) -> None: ...
+
+
+class Trainer:
+    """Model, optimizer and position of one run on `device`. The same settings and text give the same bits on the same machine."""
+
+    def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu") -> None:
+        config = config_by_name(settings.config)
+        check_length(corpus, config.seq_len)
+        self.settings = settings
+        self.corpus = corpus
+        self.device = torch.device(device)
+        self.step = 0
+        self.model = LanguageModel(config, settings.seed, settings.moe_impl).to(self.device)
+        self.validation = validation_windows(corpus, config.seq_len, settings.eval_tokens)
+        self.optimizer = _optimizer(self.model, settings)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up to the peak, then half a cosine down to a tenth of it at the last step."""
+        settings = self.settings
+        if step < settings.warmup_steps:
+            return settings.learning_rate * (step + 1) / settings.warmup_steps
+        progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return settings.learning_rate * (_FINAL_LEARNING_RATE + (1 - _FINAL_LEARNING_RATE) * cosine)
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next windows. FloatingPointError where the loss is not finite; the weights are then as before the step."""
+        started = time.perf_counter()
+        settings, model = self.settings, self.model
+        seq_len = model.config.seq_len
+        windows = training_windows(self.corpus, self.step, settings.batch_size, seq_len, settings.seed)
+        model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        losses, aux_losses, loads = [], [], []
+        for part in windows.chunk(settings.accumulate):
+            part = part.to(self.device)
+            per_sequence = self._sequence_losses(part)
+            aux_loss = torch.stack([cast(Tensor, layer.aux_loss) for layer in model.moe_layers]).sum()
+            (per_sequence.sum() / (settings.batch_size * seq_len) + aux_loss / settings.accumulate).backward()
+            losses.append(per_sequence.detach())
+            aux_losses.append(aux_loss.detach())
+            loads.append(torch.stack([cast(Tensor, layer.tokens_per_expert) for layer in model.moe_layers]))
+        # Summed on the host, one sequence after another: the number does not depend on how the batch was split.
+        loss = math.fsum(torch.cat(losses).tolist()) / (settings.batch_size * seq_len)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {self.step + 1}")
+        norm = clip_gradients([p.grad for p in model.parameters() if p.grad is not None], settings.grad_clip)
+        rate = self.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.step += 1
+        load = torch.stack(loads).sum(0).tolist()
+        seconds = time.perf_counter() - started
+        return StepMetrics(step=self.step, loss=loss, aux_loss=math.fsum(torch.stack(aux_losses).tolist()) / settings.accumulate, grad_norm=norm,
+                           learning_rate=rate, balance=load_balance(load), expert_load=load, tokens_per_s=settings.batch_size * seq_len / seconds)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the validation windows, nats a byte."""
+        self.model.eval()
+        part = max(1, self.settings.batch_size // self.settings.accumulate)
+        losses = [loss for windows in self.validation.split(part) for loss in self._sequence_losses(windows.to(self.device)).tolist()]
+        return math.fsum(losses) / self.validation[:, 1:].numel()
+
+    def _sequence_losses(self, windows: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            logits = self.model(windows[:, :-1])
+        return sequence_losses(logits, windows[:, 1:])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: "model.<parameter or buffer>" and "optimizer.<moment>.<parameter>"."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer.{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        return tensors
+
+    def save(self, run: RunFolder) -> None:
+        """Write a checkpoint of this position, unless it is there, and drop all but the newest ones."""
+        folder = run.checkpoints / checkpoint_name(self.step)
+        if not folder.exists():
+            corpus = {"name": self.corpus.name, "sha256": self.corpus.digest}
+            save_checkpoint(folder, self.tensors(), {"step": self.step, "settings": asdict(self.settings), "corpus": corpus})
+            keep_newest(run.checkpoints, _KEPT_CHECKPOINTS)
+
+    def load(self, run: RunFolder) -> None:
+        """Continue from a run's newest checkpoint. ValueError naming both quantities where it is damaged or of another model or text."""
+        folder = run.latest_checkpoint()
+        state = read_state(folder)
+        ours = self.corpus.digest
+        try:
+            step, theirs = int(state["step"]), str(state["corpus"]["sha256"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"checkpoint={str(folder)!r} is corrupt: its state must hold a step and a corpus, found {sorted(state)}") from None
+        if theirs != ours:
+            raise ValueError(f"data={self.corpus.name!r} has SHA-256 {ours[:16]}..., the checkpoint was trained on {theirs[:16]}... "
+                             f"({state['corpus'].get('name')!r})")
+        if step > self.settings.steps:
+            raise ValueError(f"steps={self.settings.steps} must be at least the {step} steps that the checkpoint has done")
+        load_checkpoint(folder, self.tensors())
+        for state_of_parameter in self.optimizer.state.values():
+            state_of_parameter["step"].fill_(step)
+        self.step = step
+
+
+def fit(trainer: Trainer, run: RunFolder, report: Report, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Train until settings.steps, or until `stop()` is true after a step; validates, writes metrics and checkpoints on the way.
+
+    Returns True when all steps are done, False when stopped; either way the newest checkpoint is of the last step.
+    """
+    settings = trainer.settings
+    with deterministic_libraries(trainer.device):
+        if trainer.step == 0:
+            trainer.save(run)
+        while trainer.step < settings.steps:
+            if stop():
+                trainer.save(run)
+                return False
+            metrics = trainer.train_step()
+            run.append_metrics(asdict(metrics))
+            report.on_step(metrics)
+            done = trainer.step == settings.steps
+            if done or trainer.step % settings.eval_every == 0:
+                loss = trainer.evaluate()
+                run.append_metrics({"step": trainer.step, "validation_loss": loss})
+                report.on_validation(trainer.step, loss)
+            if done or trainer.step % settings.save_every == 0:
+                trainer.save(run)
+    return True
+
+
+def native_precision(device: torch.device) -> str:
+    """"bf16" where `device` multiplies bf16 natively (any GPU of today, CPUs with AVX-512 BF16 or AMX), else "fp32"."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    # private names of torch 2.11 to 2.13; a torch without them trains in fp32
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return "bf16" if any(probe is not None and probe() for probe in probes) else "fp32"
+
+
+def load_balance(loads: list[list[int]]) -> float:
+    """Mean over layers of (mean load / largest load). load_balance([[2, 2], [4, 0]]) == 0.75"""
+    return sum(sum(load) / len(load) / max(max(load), 1) for load in loads) / len(loads)
+
+
+def clip_gradients(gradients: list[Tensor], largest_norm: float) -> float:
+    """Scale `gradients` in place so that their common 2-norm is at most `largest_norm`; returns the norm before."""
+    squares = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).double().square()
+    norm = math.sqrt(math.fsum(squares.tolist()))
+    if norm > largest_norm:
+        torch._foreach_mul_(gradients, largest_norm / norm)
+    return norm
+
+
+def _optimizer(model: LanguageModel, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019); matrices decay, vectors and the embedding do not. Its moments exist from the start, as checkpoints need."""
+    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and name != "embedding"]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or name == "embedding"]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for parameter in model.parameters():
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    return optimizer
+
+
+@contextmanager
+def deterministic_libraries(device: torch.device) -> Iterator[None]:
+    """Inside, torch's own operations on a GPU run in fixed order too (they do on a CPU). Restores the setting afterwards."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # cuBLAS asks for this; it reads it when its first handle is made
+    before, fill = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]      # it would write NaN over every new buffer
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
