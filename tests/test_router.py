@@ -385,3 +385,30 @@ def test_compiled_router_equals_eager():
         routes = compiled(x2)
         (routes.topk_weights * coefficients).sum().backward()
         assert_same_bits({**routes._asdict(), "dx": x2.grad, "dweight": router.weight.grad}, eager, (*PER_TOKEN, "dweight"))
+
+
+# ---- on a GPU ----
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_routes_keep_their_bits_on_a_gpu(score_function):
+    router = make(score_function=score_function, num_experts=36, num_expert_groups=4, topk_groups=3).cuda()
+    x, coefficients = torch.randn(T, H, device="cuda"), torch.randn(T, K, device="cuda")
+    base = run(router, x, coefficients)
+    for _ in range(3):
+        assert_same_bits(run(router, x, coefficients), base, (*PER_TOKEN, "dweight"))
+    for pick in (slice(1, None), slice(777, 778), slice(3, 66), torch.randperm(T, device="cuda")):
+        assert_same_bits(run(router, x[pick], coefficients[pick]), {n: base[n][pick] for n in PER_TOKEN}, PER_TOKEN)
+
+
+@pytest.mark.gpu
+def test_choice_on_a_gpu_is_the_cpu_choice():
+    """Equal scores in, equal ids out: ties, -0.0, NaN of both signs and groups included."""
+    scores = torch.randint(-3, 20, (4000, 48)) / 64
+    scores[scores == 0] = -0.0
+    scores[torch.rand(scores.shape) < 0.1] = math.nan
+    scores[torch.rand(scores.shape) < 0.1] = -math.nan
+    bias = torch.randint(-8, 8, (48,)) / 64
+    for groups in ((1, 1), (6, 2)):
+        on_gpu = ops.select_experts(scores.cuda(), bias.cuda(), None, 6, *groups)
+        assert torch.equal(on_gpu.cpu(), ops.select_experts(scores, bias, None, 6, *groups))
