@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import mok
 from mok.plan import experts_of_rank
 from mok.reference import moe_reference
+from tests.ranks import RankPool
 
 SETTINGS = {"hidden_size": 40, "intermediate_size": 24, "num_experts": 8, "top_k": 2}   # small, no dimension equal to another or to a tile
 SELECTIVE = functools.partial(create_selective_checkpoint_contexts, mok.checkpoint_policy)
@@ -425,6 +426,49 @@ def test_replay():
     y = layer(x, routes=(partial, None)).view(60, 40)
     assert (y[5] == 0).all() and layer.tokens_per_expert.sum() == 117
     torch.testing.assert_close(y[7], layer(x, routes=(torch.full_like(ids, 3), weights * 0 + 0.5)).view(60, 40)[7], rtol=1e-5, atol=1e-6)
+
+
+# ---- several ranks ----
+
+RANKED = SETTINGS | {"num_experts": 5, "balance": "bias", "shared_intermediate_sizes": (8,)}
+TOKENS = (23, 0, 40)                                                              # tokens of each rank: one has none
+
+
+def rank_step(process_group, x, lengths):
+    """One step on this rank's part of x, and what goes wrong when one rank's input is bad."""
+    torch.manual_seed(0)
+    group = mok.ExpertGroup(process_group, timeout_s=100)
+    layer = mok.MoE(mok.MoEConfig(**RANKED), group=group)
+    start = sum(lengths[:group.rank])
+    mine = x[start:start + lengths[group.rank]].requires_grad_()
+    y = layer(mine)
+    (y * torch.linspace(-1, 1, 40)).sum().backward()
+    layer.update_bias()
+    try:
+        layer(mine[:, :39] if group.rank == 1 else mine)
+        error = "none"
+    except ValueError as caught:
+        error = str(caught)
+    return {"y": y.detach(), "dx": mine.grad, "w_gate_up": layer.w_gate_up.grad, "w_down": layer.w_down.grad, "tokens": layer.tokens_per_expert,
+            "bias": layer.router.selection_bias, "error": error}
+
+
+def test_ranks_share_the_experts_of_one_layer():
+    x = torch.randn(sum(TOKENS), 40)
+    layer = mok.MoE(mok.MoEConfig(**RANKED))
+    whole = x.clone().requires_grad_()
+    y = layer(whole)
+    (y * torch.linspace(-1, 1, 40)).sum().backward()
+    layer.update_bias()
+    pool = RankPool(len(TOKENS))
+    try:
+        ranks = pool.run(rank_step, len(TOKENS), x, TOKENS)
+    finally:
+        pool.close()
+    one = {"y": y.detach(), "dx": whole.grad, "w_gate_up": layer.w_gate_up.grad, "w_down": layer.w_down.grad, "tokens": layer.tokens_per_expert}
+    same_bits({name: torch.cat([r[name] for r in ranks]) for name in one}, one)
+    assert all(torch.equal(r["bias"], layer.router.selection_bias) for r in ranks) and layer.router.selection_bias.abs().max() > 0
+    assert all("x.shape=(0, 39) must end in hidden_size=40" in r["error"] for r in ranks)
 
 
 # ---- compile ----
