@@ -16,32 +16,33 @@ from ..plan import RoutingPlan, count_ids
 from .protocol import Wants
 
 
+_COUNTS_IN_HANDSHAKE = 2048     # counts of ids below this fit the handshake's message; beyond, they travel in one of their own
+
+
 def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: dict) -> RoutingPlan:
     """This rank's plan, after the handshake that gives every rank's tokens and counts. Raises on all ranks what is wrong on any.
 
     signature: what must agree on all ranks. E is the sum of num_local_experts over ranks. One host synchronisation on a GPU.
     """
-    T = topk_ids.shape[0]
-    facts = group.handshake(signature | {"pass": "forward"}, tokens=T, experts=num_local_experts)
+    T, ids = topk_ids.shape[0], topk_ids.reshape(-1).long()
+    lowest, highest = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (-1, -1)
+    error = f"topk_ids holds {lowest} and must hold -1 or expert ids from 0" if lowest < -1 else None
+    counts = count_ids(ids, highest + 1).tolist() if highest < _COUNTS_IN_HANDSHAKE else None
+    facts = group.handshake({"pass": "forward", **signature}, error=error, tokens=T, experts=num_local_experts, highest=highest, counts=counts)
     E = group.total_experts([fact["experts"] for fact in facts])
-    error = _bad_id(topk_ids, E)
-    counts = count_ids(topk_ids.reshape(-1).long(), E)
-    facts_and_counts = group.handshake(signature | {"pass": "counts"}, error=error, counts=counts.tolist())
-    all_counts = torch.tensor([fact["counts"] for fact in facts_and_counts], device=topk_ids.device)
+    for rank, fact in enumerate(facts):
+        if fact["highest"] >= E:
+            raise ValueError(f"topk_ids holds {fact['highest']} on rank {rank} of the ExpertGroup and must hold -1 or expert ids 0..{E - 1}")
+    if all(fact["counts"] is not None for fact in facts):
+        all_counts = torch.tensor([fact["counts"] + [0] * (E - len(fact["counts"])) for fact in facts], device=topk_ids.device)
+    else:
+        everywhere = count_ids(ids, E).repeat(group.size, 1)
+        (all_counts,) = group.fabric.exchange_rows([everywhere], [1] * group.size, [1] * group.size, "counts")
     plan = RoutingPlan.build(topk_ids, E, rank=group.rank, counts=all_counts, total_tokens=sum(fact["tokens"] for fact in facts))
     travel = Travel(plan, group)
     (slots,) = travel.to_experts("route", travel.sent_slots.to(torch.int32))
     plan.row_to_slot[travel.received_rows] = slots
     return plan
-
-
-def _bad_id(topk_ids: Tensor, num_experts: int) -> str | None:
-    if topk_ids.numel() == 0:
-        return None
-    low, high = (int(v) for v in torch.aminmax(topk_ids))
-    if low < -1 or high >= num_experts:
-        return f"topk_ids holds {low if low < -1 else high} and must hold -1 or expert ids 0..{num_experts - 1}"
-    return None
 
 
 class Travel:
@@ -88,7 +89,7 @@ def _by_rank(rank: Tensor, row: Tensor, world_size: int) -> tuple[Tensor, list[i
 
 def agree_on_backward(group: Any, signature: dict, wants: Wants) -> None:
     """Backward's handshake: all ranks run it for the same layer and want the same gradients, or all raise."""
-    group.handshake(signature | {"pass": "backward", "wanted gradients": _names(wants)})
+    group.handshake({"pass": "backward", **signature, "wanted gradients": _names(wants)})
 
 
 def _names(wants: Wants) -> list[str]:

@@ -56,8 +56,10 @@ class ProcessGroupFabric:
             raise ValueError(f"process_group of global ranks {self.global_ranks} must contain this rank, {dist.get_rank()}")
         self.world_size = len(self.global_ranks)
         self.timeout = timedelta(seconds=timeout_s)
-        self._control = dist.new_group(self.global_ranks, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
-        self._name = name
+        # Not dist.new_group: that needs every rank of the world, or (with local synchronisation) names the group by how many groups this
+        # process has seen, which differs between ranks that belong to different groups.
+        self._store = dist.PrefixStore(f"mok/{name}", dist.distributed_c10d._get_default_store())
+        self._control = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self.timeout)
         self._dead: FabricError | None = None
         self._peers: list[dict] = [{} for _ in range(self.world_size)]
         self._peers = self.exchange_messages({"host": socket.gethostname(), "pid": os.getpid()}, "construction")
@@ -103,13 +105,12 @@ class ProcessGroupFabric:
         by_peer: dict[int, list[Callable[[], object]]] = {}
         for step in range(1, self.world_size):                       # a different partner each step, so that no rank is everybody's first
             to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-            calls = [(to, dist.isend, tensor, {"group_dst": to}) for tensor in outgoing[to]]
-            calls += [(source, dist.irecv, tensor, {"group_src": source}) for tensor in incoming[source]]
-            for peer, call, tensor, where in calls:
+            calls = [(to, self._control.send, tensor) for tensor in outgoing[to]] + [(source, self._control.recv, tensor) for tensor in incoming[source]]
+            for peer, call, tensor in calls:
                 if tensor.numel() == 0:
                     continue
                 try:
-                    work = call(tensor, group=self._control, **where)
+                    work = call([tensor], peer, 0)
                 except RuntimeError as error:                         # a connection already known to be broken fails at once
                     self._fail(peer, error, what)
                 by_peer.setdefault(peer, []).append(partial(work.wait, self.timeout))
@@ -151,8 +152,7 @@ class ProcessGroupFabric:
             time.sleep(0.02)
         verdict = (ended or suspects, timed_out and not ended)
         try:
-            store = dist.distributed_c10d._get_default_store()
-            first = tuple(json.loads(store.compare_set(f"mok/lost/{self._name}", "", json.dumps(verdict))))
+            first = tuple(json.loads(self._store.compare_set("lost", "", json.dumps(verdict))))
         except Exception:                       # the store's own process may be what ended; then this rank's own observation stands
             return verdict
         time.sleep(_LINGER_S)
