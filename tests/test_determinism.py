@@ -82,7 +82,7 @@ def test_other_devices_compute_the_same(monkeypatch):
     """The code that runs on a GPU, run here; the GPU test below runs it there."""
     tensor = random_bytes_tensor(torch.bfloat16, (5, 11, 613), 2)
     expected = digest(tensor)
-    monkeypatch.setattr(determinism, "_block_sums_mv", determinism._block_sums)
+    monkeypatch.setattr(determinism, "_block_sums_mv", lambda *arguments: determinism._block_sums(*arguments[:4]))
     assert digest(tensor) == expected
 
 
