@@ -1,0 +1,325 @@
+"""The engine for every other GPU and dtype: plain PyTorch in steps (dispatch, experts, combine), deterministic, without a host sync.
+
+Promise P1 only. No atomics: a token's results are gathered through slot_to_row and summed over k in order. `experts_forward` and
+`experts_backward` see rows alone, so that rows of other ranks can be brought in before them and sent home after them. Runs on CPU tensors too,
+where the tests are. Legend: T tokens, K routes a token, R rows of the plan, H hidden, I intermediate; `wide` is the accumulation dtype.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
+from ..plan import RoutingPlan
+from ..runtime import runtime
+from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
+from .torch_grouped import rows_of_experts, rows_times_weight, segment_sums, weight_gradient, wide_mm
+
+ROUTER_ROWS = 1024   # rows of every score GEMM: one shape for the library, whatever T is
+
+
+def activate(z: Tensor, activation: str, swiglu_limit: float | None) -> Tensor:
+    """h (n, I) from z (n, 2I) = gate | up, computed in the accumulation dtype and rounded to z's."""
+    wide = accumulation_dtype(z.dtype)
+    g, u = _clamped(z.to(wide), activation, swiglu_limit)
+    if activation == "swiglu_oai":
+        u = u + 1
+    return (_gate(g, activation) * u).to(z.dtype)
+
+
+def activate_backward(z: Tensor, dh: Tensor, activation: str, swiglu_limit: float | None) -> Tensor:
+    """dz (n, 2I), rounded to z's dtype, from z and dh (n, I) in the accumulation dtype."""
+    wide = accumulation_dtype(z.dtype)
+    raw = z.to(wide)
+    g, u = _clamped(raw, activation, swiglu_limit)
+    factor = u + 1 if activation == "swiglu_oai" else u
+    dz = torch.cat([dh * factor * _gate_slope(g, activation), dh * _gate(g, activation)], dim=-1)
+    limit = _limit(activation, swiglu_limit)
+    if limit is not None:
+        raw_g, raw_u = raw.chunk(2, dim=-1)
+        dz = torch.where(torch.cat([raw_g <= limit, raw_u.abs() <= limit], dim=-1), dz, 0)
+    return dz.to(z.dtype)
+
+
+def _limit(activation: str, swiglu_limit: float | None) -> float | None:
+    return SWIGLU_OAI_LIMIT if activation == "swiglu_oai" and swiglu_limit is None else swiglu_limit
+
+
+def _clamped(z: Tensor, activation: str, swiglu_limit: float | None) -> tuple[Tensor, Tensor]:
+    g, u = z.chunk(2, dim=-1)
+    limit = _limit(activation, swiglu_limit)
+    return (g, u) if limit is None else (g.clamp(max=limit), u.clamp(-limit, limit))
+
+
+def _gate(g: Tensor, activation: str) -> Tensor:
+    """What multiplies the up half."""
+    if activation == "swiglu":
+        return g * torch.sigmoid(g)
+    if activation == "swiglu_oai":
+        return g * torch.sigmoid(SWIGLU_OAI_ALPHA * g)
+    if activation == "geglu":
+        return 0.5 * g * (1 + torch.erf(g * math.sqrt(0.5)))
+    return torch.relu(g)
+
+
+def _gate_slope(g: Tensor, activation: str) -> Tensor:
+    """The derivative of `_gate`."""
+    if activation in ("swiglu", "swiglu_oai"):
+        alpha = 1.0 if activation == "swiglu" else SWIGLU_OAI_ALPHA
+        s = torch.sigmoid(alpha * g)
+        return s * (1 + alpha * g * (1 - s))
+    if activation == "geglu":
+        return 0.5 * (1 + torch.erf(g * math.sqrt(0.5))) + g * torch.exp(-0.5 * g * g) * (1 / math.sqrt(2 * math.pi))
+    return (g > 0).to(g.dtype)
+
+
+def dispatch(plan: RoutingPlan, tokens: Tensor, top_k: int) -> Tensor:
+    """Rows of this rank's tokens (T, C) in plan order: (R, C), padding rows zero."""
+    token = torch.div(plan.row_to_slot.clamp(min=0), top_k, rounding_mode="floor").long()
+    return tokens.index_select(0, token).masked_fill_((plan.row_to_slot < 0).unsqueeze(1), 0)
+
+
+def dispatch_weights(plan: RoutingPlan, topk_weights: Tensor) -> Tensor:
+    """(R,) routing weight of each row, padding 0: topk_weights (T, K)."""
+    return topk_weights.reshape(-1).index_select(0, plan.row_to_slot.clamp(min=0).long()).masked_fill_(plan.row_to_slot < 0, 0)
+
+
+def experts_forward(plan: RoutingPlan, x_rows: Tensor, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Tensor]:
+    """(y_rows (R, H) before the routing weight, z (R, 2I)), both rounded: this rank's experts on x_rows (R, H); padding rows unspecified."""
+    z = rows_times_weight(plan, x_rows, tensors.w_gate_up, transpose=True, bias=tensors.b_gate_up)
+    h = activate(z, options.activation, options.swiglu_limit)
+    return rows_times_weight(plan, h, tensors.w_down, transpose=True, bias=tensors.b_down), z
+
+
+def combine(plan: RoutingPlan, y_rows: Tensor, topk_weights: Tensor) -> Tensor:
+    """(T, H) in the accumulation dtype: sum over k, in order from +0, of topk_weights[t, k] * y_rows[slot_to_row[t, k]]; -1 routes are skipped."""
+    T, K = topk_weights.shape
+    row = plan.slot_to_row.view(T, K)
+    total = y_rows.new_zeros((T, y_rows.shape[1]), dtype=topk_weights.dtype)
+    for k in range(K):
+        y = _slot_rows(y_rows, row[:, k]).to(total.dtype)
+        total = torch.where((row[:, k] >= 0).unsqueeze(1), torch.addcmul(total, topk_weights[:, k:k + 1], y), total)
+    return total
+
+
+def combine_dx(plan: RoutingPlan, dx_rows: Tensor, T: int, K: int) -> Tensor:
+    """(T, H) in the accumulation dtype: dx_rows (R, H) of each token summed over k in order; -1 routes are skipped."""
+    row = plan.slot_to_row.view(T, K)
+    total = dx_rows.new_zeros((T, dx_rows.shape[1]), dtype=accumulation_dtype(dx_rows.dtype))
+    for k in range(K):
+        total = torch.where((row[:, k] >= 0).unsqueeze(1), total + _slot_rows(dx_rows, row[:, k]).to(total.dtype), total)
+    return total
+
+
+def combine_dweights(plan: RoutingPlan, dweight_rows: Tensor, T: int, K: int) -> Tensor:
+    """(T, K): dweight_rows (R,) sent home to their slots, 0 for -1 routes."""
+    if plan.num_rows == 0:
+        return dweight_rows.new_zeros(T, K)
+    values = dweight_rows.index_select(0, plan.slot_to_row.clamp(min=0).long())
+    return torch.where(plan.slot_to_row >= 0, values, 0).view(T, K)
+
+
+def _slot_rows(rows: Tensor, row: Tensor) -> Tensor:
+    """rows[row] for row (T,), any row where it is -1; the caller masks those."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros((row.shape[0], rows.shape[1]))
+    return rows.index_select(0, row.clamp(min=0).long())
+
+
+@dataclass
+class RowGrads:
+    """What `experts_backward` gives: dx_rows (R, H) and dweight_rows (R,) to be sent home, and this rank's weight gradients; None = not wanted."""
+
+    dx_rows: Tensor | None = None
+    dweight_rows: Tensor | None = None
+    w_gate_up: Tensor | None = None
+    w_down: Tensor | None = None
+    b_gate_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+
+def experts_backward(plan: RoutingPlan, x_rows: Tensor | None, dy_rows: Tensor, row_weights: Tensor, z: Tensor, tensors: MoETensors,
+                     options: PassOptions, wants: Wants) -> RowGrads:
+    """Gradients of this rank's experts. dy_rows (R, H), row_weights (R,) and x_rows (R, H) hold zeros in padding rows; z (R, 2I) from forward.
+
+    x_rows may be None unless wants.w_gate_up. Weight gradients come in whatever dtype they were summed in; the caller converts.
+    """
+    grads = RowGrads()
+    padding = (plan.row_to_rank < 0).unsqueeze(1)
+    weight = row_weights.unsqueeze(1)
+    if wants.w_down or wants.topk_weights:
+        h = activate(z, options.activation, options.swiglu_limit)
+        if wants.w_down:
+            weighted_h = (weight * h.to(weight.dtype)).to(h.dtype).masked_fill_(padding, 0)
+            grads.w_down = weight_gradient(plan, dy_rows, weighted_h)
+    if wants.b_down:
+        grads.b_down = segment_sums(plan, weight * dy_rows.to(weight.dtype))
+    needs_dz = wants.x or wants.w_gate_up or wants.b_gate_up
+    if not (needs_dz or wants.topk_weights):
+        return grads
+    dh = rows_times_weight(plan, dy_rows, tensors.w_down, transpose=False, rounded=False)
+    if wants.topk_weights:
+        grads.dweight_rows = (dh * h.to(dh.dtype)).sum(1)
+        if tensors.b_down is not None:
+            grads.dweight_rows += (dy_rows.to(dh.dtype) * rows_of_experts(plan, tensors.b_down).to(dh.dtype)).sum(1)
+    if needs_dz:
+        dz = activate_backward(z, weight * dh, options.activation, options.swiglu_limit).masked_fill_(padding, 0)
+        if wants.x:
+            grads.dx_rows = rows_times_weight(plan, dz, tensors.w_gate_up, transpose=False)
+        if wants.w_gate_up:
+            assert x_rows is not None
+            grads.w_gate_up = weight_gradient(plan, dz, x_rows)
+        if wants.b_gate_up:
+            grads.b_gate_up = segment_sums(plan, dz)
+    return grads
+
+
+def shared_gate(x: Tensor, expert: SharedWeights) -> Tensor | None:
+    """(T, 1) sigmoid(x @ gate_weight) in the accumulation dtype, or None for an ungated expert."""
+    if expert.gate_weight is None:
+        return None
+    wide = accumulation_dtype(x.dtype)
+    return torch.sigmoid((x.to(wide) * expert.gate_weight.to(wide)).sum(1, keepdim=True))
+
+
+def add_shared_forward(total: Tensor, x: Tensor, expert: SharedWeights, options: PassOptions) -> tuple[Tensor, Tensor]:
+    """(total + gate * y_shared, z (T, 2I_s)): one shared expert on every token; total (T, H) in the accumulation dtype."""
+    z = wide_mm(x, expert.w_gate_up.T).to(x.dtype)
+    y = wide_mm(activate(z, options.activation, options.swiglu_limit), expert.w_down.T).to(x.dtype).to(total.dtype)
+    gate = shared_gate(x, expert)
+    return (total + y if gate is None else torch.addcmul(total, gate, y)), z
+
+
+def shared_backward(dx: Tensor | None, x: Tensor, dy: Tensor, z: Tensor, expert: SharedWeights, options: PassOptions,
+                    want: tuple[bool, bool, bool]) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """(dx + this expert's share, (d w_gate_up, d w_down, d gate_weight)): dx (T, H) in the accumulation dtype, or None = not wanted."""
+    want_gate_up, want_down, want_gate = want
+    dtype, wide = x.dtype, accumulation_dtype(x.dtype)
+    gate = shared_gate(x, expert)
+    h = activate(z, options.activation, options.swiglu_limit)
+    d_gate_up = d_down = d_gate_weight = None
+    if want_down:
+        weighted_h = h if gate is None else (gate * h.to(wide)).to(dtype)
+        d_down = wide_mm(dy.T, weighted_h).to(dtype)
+    if dx is None and not want_gate_up and not want_gate:
+        return dx, (None, d_down, None)
+    dh = wide_mm(dy, expert.w_down)
+    dz = activate_backward(z, dh if gate is None else gate * dh, options.activation, options.swiglu_limit)
+    if want_gate_up:
+        d_gate_up = wide_mm(dz.T, x).to(dtype)
+    if dx is not None:
+        dx = dx + wide_mm(dz, expert.w_gate_up).to(dtype).to(wide)
+    if gate is not None and expert.gate_weight is not None and (dx is not None or want_gate):
+        d_logit = (dh * h.to(wide)).sum(1, keepdim=True) * gate * (1 - gate)
+        if want_gate:
+            d_gate_weight = (d_logit * x.to(wide)).sum(0).to(dtype)
+        if dx is not None:
+            dx = torch.addcmul(dx, d_logit, expert.gate_weight.to(wide))
+    return dx, (d_gate_up, d_down, d_gate_weight)
+
+
+class TorchGpuEngine:
+    """Implements `Engine` with the functions above."""
+
+    name = "torch_gpu"
+
+    def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
+        """The plan, by the GPU builder where it applies; a bad id on a GPU is reported through the device's error word by either."""
+        if topk_ids.is_cuda:
+            from .hopper import plan_kernel
+
+            if plan_kernel.unsupported_reason(topk_ids.numel(), num_experts) is None:
+                return plan_kernel.build_plan(topk_ids, num_experts)
+        return RoutingPlan.build(topk_ids, num_experts)
+
+    def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
+        """y (T, H) in x's dtype and what backward needs."""
+        _check_precision(options)
+        x, K = tensors.x, tensors.topk_weights.shape[1]
+        y_rows, z = experts_forward(plan, dispatch(plan, x, K), tensors, options)
+        total = combine(plan, y_rows, tensors.topk_weights)
+        shared_z = [x.new_empty(x.shape[0], 0)]
+        for expert in tensors.shared:
+            total, z_of_expert = add_shared_forward(total, x, expert, options)
+            shared_z.append(z_of_expert)
+        if options.save_for_backward:
+            return total.to(x.dtype), Saved(z, torch.cat(shared_z, dim=1))
+        return total.to(x.dtype), Saved(z.new_empty(0, z.shape[1]), x.new_empty(0, sum(part.shape[1] for part in shared_z)))
+
+    def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
+                 main_grad: MainGrad | None) -> Grads:
+        """Gradients for dy (T, H), those that `wants` names."""
+        _check_precision(options)
+        x, (T, K) = tensors.x, tensors.topk_weights.shape
+        dtype = x.dtype
+        grads = Grads(shared=[(None, None, None)] * len(tensors.shared))
+        dx = None
+        if wants.x or wants.topk_weights or wants.any_routed_weight:
+            rows = experts_backward(plan, dispatch(plan, x, K) if wants.w_gate_up else None, dispatch(plan, dy, K),
+                                    dispatch_weights(plan, tensors.topk_weights), saved.z, tensors, options, wants)
+            if rows.dx_rows is not None:
+                dx = combine_dx(plan, rows.dx_rows, T, K)
+            if rows.dweight_rows is not None:
+                grads.topk_weights = combine_dweights(plan, rows.dweight_rows, T, K)
+            grads.w_gate_up = _deliver(rows.w_gate_up, dtype, main_grad and main_grad.w_gate_up)
+            grads.w_down = _deliver(rows.w_down, dtype, main_grad and main_grad.w_down)
+            grads.b_gate_up = _deliver(rows.b_gate_up, dtype, None)
+            grads.b_down = _deliver(rows.b_down, dtype, None)
+        shared_z = saved.shared_z.split([expert.w_gate_up.shape[0] for expert in tensors.shared], dim=1) if tensors.shared else ()
+        for i, (expert, z, want) in enumerate(zip(tensors.shared, shared_z, wants.shared, strict=True)):
+            if wants.x or any(want):
+                dx, grads.shared[i] = shared_backward(dx, x, dy, z, expert, options, want)
+        if dx is not None:
+            grads.x = dx.to(dtype)
+        return grads
+
+    def router_scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits x (T, H) @ weight (E, H).T in fp32 (fp64 for fp64 x): equal shapes for the library, ROUTER_ROWS rows at a time, never TF32."""
+        wide = accumulation_dtype(x.dtype)
+        scores = x.new_empty((x.shape[0], weight.shape[0]), dtype=wide)
+        factor = weight.to(wide).T
+        with runtime.ieee_float32_on_gpu():
+            for part, rows in _router_tiles(x, wide):
+                scores[part] = (rows @ factor)[:part.stop - part.start]
+        return scores
+
+    def router_scores_backward(self, x: Tensor, weight: Tensor, dlogits: Tensor, want_x: bool, want_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+        """dx (T, H) in x's dtype and dweight (E, H) in weight's, tiles of ROUTER_ROWS rows added in order; None where not wanted."""
+        wide = accumulation_dtype(x.dtype)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_x else None
+        dweight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format) if want_weight else None
+        factor = weight.to(wide)
+        with runtime.ieee_float32_on_gpu():
+            for (part, dscores), (_, rows) in zip(_router_tiles(dlogits, wide), _router_tiles(x, wide)):
+                if dx is not None:
+                    dx[part] = (dscores @ factor)[:part.stop - part.start].to(x.dtype)
+                if dweight is not None:
+                    dweight += dscores.T @ rows
+        return dx, None if dweight is None else dweight.to(weight.dtype)
+
+
+def _router_tiles(matrix: Tensor, wide: torch.dtype):
+    """(slice of rows, those rows in `wide` padded with zeros to ROUTER_ROWS), in order."""
+    T = matrix.shape[0]
+    for first in range(0, T, ROUTER_ROWS):
+        part = slice(first, min(first + ROUTER_ROWS, T))
+        rows = matrix[part].to(wide)
+        yield part, rows if rows.shape[0] == ROUTER_ROWS else torch.cat([rows, rows.new_zeros(ROUTER_ROWS - rows.shape[0], rows.shape[1])])
+
+
+def _deliver(gradient: Tensor | None, dtype: torch.dtype, accumulator: Tensor | None) -> Tensor | None:
+    """The gradient in `dtype`; or None after adding it into the fp32 accumulator."""
+    if gradient is None:
+        return None
+    if accumulator is not None:
+        accumulator.add_(gradient)
+        return None
+    return gradient.to(dtype).contiguous()
+
+
+def _check_precision(options: PassOptions) -> None:
+    if options.precision != "bf16":
+        raise NotImplementedError(f"precision={options.precision!r} is not supported by the torch_gpu engine; use 'bf16'")

@@ -1,0 +1,341 @@
+"""The plain-PyTorch engine against the specification, on CPU tensors (and on a GPU where there is one): both of its GEMM routes."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mok.engines import torch_grouped
+from mok.engines.protocol import Grads, MainGrad, MoETensors, PassOptions, SharedWeights, Wants, accumulation_dtype
+from mok.engines.torch_gpu import TorchGpuEngine
+from mok.plan import RoutingPlan
+from mok.reference import moe_reference
+
+ENGINE = TorchGpuEngine()
+NAMES = ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def case(T=37, H=24, I=10, E=5, K=3, dtype=torch.float64, biases=True, shared=2, seed=0, device="cpu"):
+    """(ids, tensors): a tenth of -1 routes, expert 1 without tokens (not with one expert), one shared expert of two gated, values of unit scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
+
+    ids = torch.randint(0, E, (T, K), generator=generator)
+    ids[ids == 1] = 0
+    ids[torch.rand(T, K, generator=generator) < 0.1] = -1
+    weights = torch.rand(T, K, generator=generator, dtype=torch.float64).to(accumulation_dtype(dtype)).to(device)
+    experts = tuple(SharedWeights(randn(2 * width, H, scale=H**-0.5), randn(H, width, scale=width**-0.5), randn(H, scale=H**-0.5) if gated else None)
+                    for width, gated in ((7, True), (I, False))[:shared])
+    return ids.to(device), MoETensors(randn(T, H), weights, randn(E, 2 * I, H, scale=H**-0.5), randn(E, H, I, scale=I**-0.5),
+                                      randn(E, 2 * I) if biases else None, randn(E, H) if biases else None, experts)
+
+
+def run(ids, tensors: MoETensors, dy, options=None, wants=None, main_grad=None):
+    """(y, Grads) of the engine."""
+    options = PassOptions(save_for_backward=True) if options is None else options
+    plan = ENGINE.build_plan(ids, tensors.w_gate_up.shape[0])
+    y, saved = ENGINE.forward(plan, tensors, options)
+    wants = Wants(True, True, True, True, tensors.b_gate_up is not None, tensors.b_down is not None,
+                  tuple((True, True, s.gate_weight is not None) for s in tensors.shared)) if wants is None else wants
+    return y, ENGINE.backward(plan, tensors, options, saved, dy, wants, main_grad)
+
+
+def reference(ids, tensors: MoETensors, dy, dtype, activation="swiglu", limit=None):
+    """(y, Grads) of the specification in `dtype`, by autograd."""
+    def leaf(t):
+        return None if t is None else t.detach().to(dtype).requires_grad_()
+
+    inputs = [leaf(getattr(tensors, name)) for name in NAMES]
+    shared = [(leaf(s.w_gate_up), leaf(s.w_down), leaf(s.gate_weight)) for s in tensors.shared]
+    y = moe_reference(inputs[0], ids, *inputs[1:], shared=shared, activation=activation, swiglu_limit=limit)
+    y.backward(dy.to(dtype))
+    grads = Grads(*(None if t is None else t.grad for t in inputs), shared=[tuple(None if t is None else t.grad for t in s) for s in shared])
+    return y.detach(), grads
+
+
+def flat(y, grads: Grads) -> dict[str, torch.Tensor]:
+    """Everything by name; expert weights and biases one by one, because a pooled error hides a missing expert."""
+    named = {"y": y, "x": grads.x, "topk_weights": grads.topk_weights}
+    for name in NAMES[2:]:
+        gradient = getattr(grads, name)
+        if gradient is not None:
+            named |= {f"{name}[{e}]": part for e, part in enumerate(gradient)}
+    for i, parts in enumerate(grads.shared):
+        named |= {f"shared[{i}].{name}": part for name, part in zip(("w_gate_up", "w_down", "gate_weight"), parts)}
+    return {name: t for name, t in named.items() if t is not None}
+
+
+def relative_error(got, truth) -> float:
+    if not torch.isfinite(got).all():
+        return float("inf")
+    norm = truth.double().norm()
+    difference = (got.double() - truth.double()).norm()
+    return float(difference / norm) if norm > 0 else float(difference > 0)            # exactly zero compares exactly
+
+
+def assert_close(got: dict, truth: dict, bound: float) -> None:
+    assert got.keys() == truth.keys()
+    for name, value in got.items():
+        assert value.shape == truth[name].shape, name
+        error = relative_error(value, truth[name])
+        assert error <= bound, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation,limit", [("swiglu", None), ("swiglu", 0.7), ("swiglu_oai", None), ("swiglu_oai", 0.5), ("geglu", None), ("reglu", None)])
+def test_float64_equals_the_specification(activation, limit, device):
+    ids, tensors = case(device=device)
+    dy = torch.randn(37, 24, dtype=torch.float64, device=device)
+    got = run(ids, tensors, dy, PassOptions(activation, limit, save_for_backward=True))
+    assert_close(flat(*got), flat(*reference(ids, tensors, dy, torch.float64, activation, limit)), 1e-13)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("T,H,I,E,K", [
+    (1, 24, 10, 1, 1),        # one of everything
+    (300, 16, 16, 2, 2),      # segments of several tiles, H = I
+    (64, 32, 16, 64, 2),      # T = E, 2I = H
+    (9, 8, 4, 6, 6),          # K = E
+    (0, 24, 10, 5, 3),        # no token
+])
+def test_other_sizes(T, H, I, E, K, device):
+    ids, tensors = case(T, H, I, E, K, device=device)
+    dy = torch.randn(T, H, dtype=torch.float64, device=device)
+    assert_close(flat(*run(ids, tensors, dy)), flat(*reference(ids, tensors, dy, torch.float64)), 1e-13)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_expert_takes_everything_masked_tokens_and_repeated_experts(device):
+    ids, tensors = case(300, E=4, device=device)
+    dy = torch.randn(300, 24, dtype=torch.float64, device=device)
+    for everywhere in (2, -1):                                                         # 900 routes: eight tiles; then none at all
+        ids.fill_(everywhere)
+        y, grads = run(ids, tensors, dy)
+        assert_close(flat(y, grads), flat(*reference(ids, tensors, dy, torch.float64)), 1e-13)
+    assert (grads.topk_weights == 0).all() and (grads.w_gate_up == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype,H,I,biases", [
+    (torch.float32, 24, 10, True),
+    (torch.float16, 24, 10, True),
+    (torch.bfloat16, 64, 32, True),      # sizes that torch._grouped_mm takes as they are
+    (torch.bfloat16, 64, 32, False),
+    (torch.bfloat16, 25, 13, True),      # sizes that must be padded for it
+])
+def test_lower_precision_is_as_good_as_a_plain_loop_in_it(dtype, H, I, biases, device):
+    ids, tensors = case(200, H, I, dtype=dtype, biases=biases, device=device)
+    dy = torch.randn(200, H, device=device).to(dtype)
+    got, truth, plain = (flat(*result) for result in (run(ids, tensors, dy), reference(ids, tensors, dy, torch.float64), reference(ids, tensors, dy, dtype)))
+    unit = torch.finfo(dtype).eps
+    for name, value in got.items():
+        assert value.dtype == (torch.float32 if name == "topk_weights" else dtype)
+        error, allowed = relative_error(value, truth[name]), 2 * relative_error(plain[name], truth[name]) + 2 * unit
+        assert error <= allowed, f"{name}: {error:.2e} above {allowed:.2e}"
+
+
+def test_tiles_of_gathered_weights_change_no_bit(monkeypatch):
+    ids, tensors = case(150, dtype=torch.float32)
+    dy = torch.randn(150, 24)
+    whole = flat(*run(ids, tensors, dy))
+    monkeypatch.setattr(torch_grouped, "GATHERED_WEIGHT_BYTES", 1)                      # one tile at a time
+    for name, value in flat(*run(ids, tensors, dy)).items():
+        assert relative_error(value, whole[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_frozen_inputs_come_back_as_none_and_the_rest_unchanged(dtype, device):
+    ids, tensors = case(dtype=dtype, H=32, I=16, shared=1, device=device)
+    dy = torch.randn(37, 32, device=device).to(dtype)
+    _, everything = run(ids, tensors, dy)
+    for flags in itertools.product((False, True), repeat=6):
+        wants = Wants(*flags, shared=((flags[0], flags[1], flags[2]),))
+        _, grads = run(ids, tensors, dy, wants=wants)
+        for name, wanted in zip(NAMES, flags):
+            gradient, full = getattr(grads, name), getattr(everything, name)
+            assert (gradient is not None) == wanted, (name, flags)
+            assert gradient is None or torch.equal(gradient, full), (name, flags)
+        for gradient, full, wanted in zip(grads.shared[0], everything.shared[0], wants.shared[0]):
+            assert (gradient is not None) == wanted and (gradient is None or torch.equal(gradient, full)), flags
+
+
+def test_frozen_weights_cost_no_product(monkeypatch):
+    """What is not wanted is not computed: no weight gradient, and no x rows for it."""
+    from mok.engines import torch_gpu
+
+    ids, tensors = case()
+    dy = torch.randn(37, 24, dtype=torch.float64)
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a frozen weight's gradient was computed")
+
+    monkeypatch.setattr(torch_gpu, "weight_gradient", forbidden)
+    monkeypatch.setattr(torch_gpu, "segment_sums", forbidden)
+    wants = Wants(x=True, topk_weights=True, shared=((False,) * 3,) * 2)
+    assert run(ids, tensors, dy, wants=wants)[1].x is not None
+    with pytest.raises(AssertionError, match="frozen"):
+        run(ids, tensors, dy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_is_added_to(dtype, device):
+    ids, tensors = case(dtype=dtype, H=32, I=16, shared=0, device=device)
+    dy = torch.randn(37, 32, device=device).to(dtype)
+    _, plain = run(ids, tensors, dy)
+    preset = [torch.randn_like(w, dtype=torch.float32) for w in (tensors.w_gate_up, tensors.w_down)]
+    main_grad = MainGrad(*(p.clone() for p in preset))
+    _, grads = run(ids, tensors, dy, main_grad=main_grad)
+    assert grads.w_gate_up is None and grads.w_down is None and torch.equal(grads.x, plain.x)
+    for total, before, added in zip((main_grad.w_gate_up, main_grad.w_down), preset, (plain.w_gate_up, plain.w_down)):
+        assert torch.allclose(total - before, added.float(), rtol=1e-2, atol=1e-5)
+        assert torch.equal(total[1], before[1])                                        # the expert without tokens keeps what it had
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_nan_stays_with_its_expert_and_its_token(dtype, device):
+    ids, tensors = case(60, 32, 16, dtype=dtype, shared=0, device=device)
+    dy = torch.randn(60, 32, device=device).to(dtype)
+    tensors.w_gate_up[1] = float("nan")                                                # nobody goes there
+    ids[0] = -1                                                                        # token 0 has no expert, and slot 0 stands in for padding
+    for poisoned in (tensors.x, tensors.topk_weights, dy):
+        poisoned[0] = float("nan")
+    y_again, again = run(ids, tensors, dy)
+    assert (y_again[0] == 0).all() and (again.x[0] == 0).all() and (again.topk_weights[0] == 0).all()
+    for value in flat(y_again, again).values():
+        assert torch.isfinite(value).all()
+    tensors.w_gate_up[0] = float("nan")                                                # the neighbour whose first row stands in for -1 routes
+    y_third, third = run(ids, tensors, dy)
+    untouched = (ids != 0).all(1)
+    assert (ids[untouched] == -1).any()
+    assert torch.equal(y_third[untouched], y_again[untouched]) and torch.equal(third.x[untouched], again.x[untouched])
+    for name in NAMES[2:]:
+        for e in range(1, 5):
+            assert torch.equal(getattr(third, name)[e], getattr(again, name)[e]), (name, e)
+    assert torch.isnan(third.w_gate_up[0]).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_rows_of_an_infinite_weight_stay_out_of_its_gradient(device):
+    """One valid row: its gradients are infinite but not NaN, and 0 * inf in the padding rows beside it must not make them NaN."""
+    ids, tensors = case(1, E=2, K=1, shared=0, biases=False, device=device)
+    ids.fill_(0)
+    dy = torch.randn(1, 24, dtype=torch.float64, device=device)
+    tensors.w_down[0, 3, 4] = float("inf")
+    _, grads = run(ids, tensors, dy)
+    assert torch.isinf(grads.w_gate_up[0]).any() and not torch.isnan(grads.w_gate_up[0]).any()
+    tensors.w_down[0, 3, 4] = 1
+    tensors.w_gate_up[0, 10, 5] = float("inf")                                         # one u infinite, the gates finite
+    _, grads = run(ids, tensors, dy)
+    assert torch.isinf(grads.w_down[0]).any() and not torch.isnan(grads.w_down[0]).any()
+
+
+def test_what_a_grouped_product_leaves_unwritten_is_never_read(monkeypatch):
+    """Its rows behind the last group, and the results of empty groups, hold whatever the allocator left there."""
+    ids, tensors = case(dtype=torch.bfloat16, H=32, I=16)
+    dy = torch.randn(37, 32).bfloat16()
+    clean = flat(*run(ids, tensors, dy))
+    grouped_mm = torch._grouped_mm
+
+    def poisoned(a, b, offs):
+        out = grouped_mm(a, b, offs=offs)
+        if out.dim() == 2:
+            out[int(offs[-1]):] = float("nan")
+        else:
+            out[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch, "_grouped_mm", poisoned)
+    for name, value in flat(*run(ids, tensors, dy)).items():
+        assert torch.equal(value, clean[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_inputs_change_no_bit(device):
+    ids, tensors = case(dtype=torch.float32, device=device)
+    dy = torch.randn(37, device=device)[:, None].expand(37, 24)                        # stride 0, as y.sum().backward() gives
+    def spread(t):
+        return None if t is None else torch.stack([t, torch.full_like(t, float("nan"))], dim=-1)[..., 0]
+
+    strided = MoETensors(*(spread(getattr(tensors, name)) for name in NAMES),
+                         shared=tuple(SharedWeights(*(spread(t) for t in (s.w_gate_up, s.w_down, s.gate_weight))) for s in tensors.shared))
+    assert not strided.x.is_contiguous()
+    plain = flat(*run(ids, tensors, dy.contiguous()))
+    for name, value in flat(*run(ids, strided, dy)).items():
+        assert torch.equal(value, plain[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_saved_unless_asked_for(device):
+    ids, tensors = case(device=device)
+    plan = ENGINE.build_plan(ids, 5)
+    y, saved = ENGINE.forward(plan, tensors, PassOptions())
+    assert saved.z.shape == (0, 20) and saved.shared_z.shape == (0, 34)
+    y_saving, saved = ENGINE.forward(plan, tensors, PassOptions(save_for_backward=True))
+    assert saved.z.shape == (plan.num_rows, 20) and saved.z.is_contiguous() and saved.shared_z.shape == (37, 34)
+    assert torch.equal(y, y_saving)
+
+
+def test_segment_sums_stop_at_borders():
+    ids = torch.tensor([[0]] * 300 + [[2]] * 5 + [[3]] * 128)                          # three tiles, no tile, one short tile, one full tile
+    plan = RoutingPlan.build(ids, 4)
+    rows = torch.where(plan.row_to_slot >= 0, plan.row_to_slot + 1, 0).double().unsqueeze(1)
+    sums = torch_grouped.segment_sums(plan, rows)[:, 0].tolist()
+    assert sums == [sum(range(1, 301)), 0, sum(range(301, 306)), sum(range(306, 434))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("T", [0, 1, 700, 2500])                                       # none, one, part of a tile, three tiles
+def test_router_scores_and_their_gradients(T, device):
+    x, weight = torch.randn(T, 48, device=device).bfloat16(), torch.randn(6, 48, device=device)
+    dlogits = torch.randn(T, 6, device=device)
+    logits = ENGINE.router_scores(x, weight)
+    dx, dweight = ENGINE.router_scores_backward(x, weight, dlogits, True, True)
+    assert logits.dtype == torch.float32 and dx.dtype == torch.bfloat16 and dweight.dtype == torch.float32
+    for got, truth, bound in ((logits, x.double() @ weight.double().T, 1e-6), (dx, dlogits.double() @ weight.double(), 4e-3),
+                              (dweight, dlogits.double().T @ x.double(), 1e-6)):
+        assert got.shape == truth.shape and (T == 0 or relative_error(got, truth) < bound)
+    assert ENGINE.router_scores_backward(x, weight, dlogits, False, True)[0] is None
+    assert ENGINE.router_scores(x.double(), weight.double()).dtype == torch.float64
+
+
+def test_quantised_precision_is_refused():
+    ids, tensors = case()
+    with pytest.raises(NotImplementedError, match="mxfp8"):
+        ENGINE.forward(RoutingPlan.build(ids, 5), tensors, PassOptions(precision="mxfp8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,H,I", [(torch.bfloat16, 64, 32), (torch.bfloat16, 72, 40), (torch.float16, 25, 13), (torch.float32, 64, 32)])
+def test_gpu_runs_repeat_bit_for_bit_without_a_sync(dtype, H, I):
+    ids, tensors = case(3000, H, I, 8, 4, dtype=dtype, device="cuda")
+    dy = torch.randn(3000, H, device="cuda").to(dtype)
+    first = flat(*run(ids, tensors, dy))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            torch.full((2**26,), float("nan"), device="cuda")                          # poison what the allocator hands out next
+            for name, value in flat(*run(ids, tensors, dy)).items():
+                first[name] = torch.where(value == first[name], first[name], float("nan"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(value).all() for value in first.values())
+
+
+@pytest.mark.gpu
+def test_router_scores_ignore_tf32():
+    x, weight = torch.randn(300, 512, device="cuda"), torch.randn(8, 512, device="cuda")
+    plain = ENGINE.router_scores(x, weight)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert torch.equal(ENGINE.router_scores(x, weight), plain)
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
