@@ -7,7 +7,9 @@ where the tests are. Legend: T tokens, K routes a token, R rows of the plan, H h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..plan import RoutingPlan
 from ..runtime import runtime
+from .expert_parallel import Travel
 from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
 from .torch_grouped import rows_of_experts, rows_times_weight, segment_sums, weight_gradient, wide_mm
 
@@ -116,7 +119,7 @@ def combine_dx(plan: RoutingPlan, dx_rows: Tensor, T: int, K: int) -> Tensor:
 
 def combine_dweights(plan: RoutingPlan, dweight_rows: Tensor, T: int, K: int) -> Tensor:
     """(T, K): dweight_rows (R,) sent home to their slots, 0 for -1 routes."""
-    if plan.num_rows == 0:
+    if dweight_rows.shape[0] == 0:
         return dweight_rows.new_zeros(T, K)
     values = dweight_rows.index_select(0, plan.slot_to_row.clamp(min=0).long())
     return torch.where(plan.slot_to_row >= 0, values, 0).view(T, K)
@@ -127,6 +130,42 @@ def _slot_rows(rows: Tensor, row: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         return rows.new_zeros((row.shape[0], rows.shape[1]))
     return rows.index_select(0, row.clamp(min=0).long())
+
+
+class LocalJourney:
+    """W = 1: rows come from this rank's tokens and results are read where they lie."""
+
+    def __init__(self, plan: RoutingPlan, K: int) -> None:
+        self._plan, self._K = plan, K
+        self.home_plan = plan                # its slot_to_row says where a slot's result is in what `home` returns
+
+    def dispatch(self, what: str, by_token: Sequence[Tensor], topk_weights: Tensor | None = None) -> tuple[list[Tensor], Tensor | None]:
+        """Rows (R, C) of values by token (T, C) each, and (R,) of topk_weights (T, K); padding rows zero."""
+        weights = None if topk_weights is None else dispatch_weights(self._plan, topk_weights)
+        return [dispatch(self._plan, tokens, self._K) for tokens in by_token], weights
+
+    def home(self, what: str, *by_row: Tensor | None) -> list[Tensor | None]:
+        """Results by row, to be read through home_plan; None stays None."""
+        return list(by_row)
+
+
+class GroupJourney:
+    """W > 1: as LocalJourney, over the process group of an ExpertGroup; one host sync to learn how many rows travel."""
+
+    def __init__(self, plan: RoutingPlan, K: int, group: Any) -> None:
+        self._travel, self._K = Travel(plan, group), K
+        self.home_plan = self._travel.home_plan()
+
+    def dispatch(self, what: str, by_token: Sequence[Tensor], topk_weights: Tensor | None = None) -> tuple[list[Tensor], Tensor | None]:
+        slots = self._travel.sent_slots
+        sent = [tokens.index_select(0, torch.div(slots, self._K, rounding_mode="floor")) for tokens in by_token]
+        if topk_weights is not None:
+            sent.append(topk_weights.reshape(-1).index_select(0, slots))
+        rows = [self._travel.rows_of(received) for received in self._travel.to_experts(what, *sent)]
+        return rows, None if topk_weights is None else rows.pop()
+
+    def home(self, what: str, *by_row: Tensor | None) -> list[Tensor | None]:
+        return self._travel.home(what, *by_row)
 
 
 @dataclass
@@ -226,6 +265,13 @@ class TorchGpuEngine:
 
     name = "torch_gpu"
 
+    def __init__(self, group: Any = None) -> None:
+        """group: the ExpertGroup that a pass's rows travel in, None = this rank alone."""
+        self._group = group
+
+    def _journey(self, plan: RoutingPlan, K: int) -> LocalJourney | GroupJourney:
+        return LocalJourney(plan, K) if self._group is None else GroupJourney(plan, K, self._group)
+
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
         """The plan, by the GPU builder where it applies; a bad id on a GPU is reported through the device's error word by either."""
         if topk_ids.is_cuda:
@@ -239,8 +285,12 @@ class TorchGpuEngine:
         """y (T, H) in x's dtype and what backward needs."""
         _check_precision(options)
         x, K = tensors.x, tensors.topk_weights.shape[1]
-        y_rows, z = experts_forward(plan, dispatch(plan, x, K), tensors, options)
-        total = combine(plan, y_rows, tensors.topk_weights)
+        journey = self._journey(plan, K)
+        (x_rows,), _ = journey.dispatch("dispatch", [x])
+        y_rows, z = experts_forward(plan, x_rows, tensors, options)
+        (y_home,) = journey.home("combine", y_rows)
+        assert y_home is not None
+        total = combine(journey.home_plan, y_home, tensors.topk_weights)
         shared_z = [x.new_empty(x.shape[0], 0)]
         for expert in tensors.shared:
             total, z_of_expert = add_shared_forward(total, x, expert, options)
@@ -258,14 +308,17 @@ class TorchGpuEngine:
         grads = Grads(shared=[(None, None, None)] * len(tensors.shared))
         dx = None
         if wants.x or wants.topk_weights or wants.any_routed_weight:
-            rows = experts_backward(plan, dispatch(plan, x, K) if wants.w_gate_up else None, dispatch(plan, dy, K),
-                                    dispatch_weights(plan, tensors.topk_weights), saved.z, tensors, options, wants)
-            if rows.dx_rows is not None:
-                dx = combine_dx(plan, rows.dx_rows, T, K)
-            if rows.dweight_rows is not None:
-                grads.topk_weights = combine_dweights(plan, rows.dweight_rows, T, K)
-            grads.w_gate_up = _deliver(rows.w_gate_up, dtype, main_grad and main_grad.w_gate_up)
-            grads.w_down = _deliver(rows.w_down, dtype, main_grad and main_grad.w_down)
+            journey = self._journey(plan, K)
+            sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if wants.w_gate_up else [dy], tensors.topk_weights)
+            assert row_weights is not None
+            rows = experts_backward(plan, sources[1] if wants.w_gate_up else None, sources[0], row_weights, saved.z, tensors, options, wants)
+            dx_home, dweight_home = journey.home("backward combine", rows.dx_rows, rows.dweight_rows)
+            if dx_home is not None:
+                dx = combine_dx(journey.home_plan, dx_home, T, K)
+            if dweight_home is not None:
+                grads.topk_weights = combine_dweights(journey.home_plan, dweight_home, T, K)
+            grads.w_gate_up = _deliver(rows.w_gate_up, dtype, None if main_grad is None else main_grad.w_gate_up)
+            grads.w_down = _deliver(rows.w_down, dtype, None if main_grad is None else main_grad.w_down)
             grads.b_gate_up = _deliver(rows.b_gate_up, dtype, None)
             grads.b_down = _deliver(rows.b_down, dtype, None)
         shared_z = saved.shared_z.split([expert.w_gate_up.shape[0] for expert in tensors.shared], dim=1) if tensors.shared else ()
@@ -301,7 +354,7 @@ class TorchGpuEngine:
         return dx, None if dweight is None else dweight.to(weight.dtype)
 
 
-def _router_tiles(matrix: Tensor, wide: torch.dtype):
+def _router_tiles(matrix: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(slice of rows, those rows in `wide` padded with zeros to ROUTER_ROWS), in order."""
     T = matrix.shape[0]
     for first in range(0, T, ROUTER_ROWS):

@@ -69,8 +69,8 @@ def rows_times_weight(plan: RoutingPlan, rows: Tensor, weight: Tensor, *, transp
 def weight_gradient(plan: RoutingPlan, left: Tensor, right: Tensor) -> Tensor:
     """out[e] = sum over the rows r of expert e, ascending, of left[r]^T right[r]: (R, A), (R, B) -> (E, A, B).
 
-    Padding rows, those of unused tiles too, must be zero in both. An expert without rows gets exact zeros. On the `_grouped_mm` route the result is BF16; on the other it
-    stays in the accumulation dtype, one tile added after the other.
+    Padding rows, those of unused tiles too, must be zero in both. An expert without rows gets exact zeros. On the `_grouped_mm` route the
+    result is BF16; on the other it stays in the accumulation dtype, one tile added after the other.
     """
     E, A, B = plan.tokens_per_expert.shape[0], left.shape[1], right.shape[1]
     wide = accumulation_dtype(left.dtype)

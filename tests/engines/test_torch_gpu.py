@@ -11,6 +11,7 @@ from mok.engines.protocol import Grads, MainGrad, MoETensors, PassOptions, Share
 from mok.engines.torch_gpu import TorchGpuEngine
 from mok.plan import RoutingPlan
 from mok.reference import moe_reference
+from tests.ranks import RankPool
 
 ENGINE = TorchGpuEngine()
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
@@ -303,6 +304,47 @@ def test_router_scores_and_their_gradients(T, device):
         assert got.shape == truth.shape and (T == 0 or relative_error(got, truth) < bound)
     assert ENGINE.router_scores_backward(x, weight, dlogits, False, True)[0] is None
     assert ENGINE.router_scores(x.double(), weight.double()).dtype == torch.float64
+
+
+def _on_rank(process_group, ids, tensors, dy, cuts):
+    """One rank's y and gradients over its tokens cuts[r]..cuts[r+1] and its experts."""
+    import mok
+    from mok.engines.expert_parallel import build_group_plan
+    from mok.plan import experts_of_rank
+
+    group = mok.ExpertGroup(process_group, timeout_s=30)
+    tokens = slice(cuts[group.rank], cuts[group.rank + 1])
+    first, count = experts_of_rank(tensors.w_gate_up.shape[0], group.size, group.rank)
+    experts = slice(first, first + count)
+    mine = MoETensors(tensors.x[tokens], tensors.topk_weights[tokens], tensors.w_gate_up[experts], tensors.w_down[experts],
+                      tensors.b_gate_up[experts], tensors.b_down[experts])
+    plan = build_group_plan(group, ids[tokens], count, {"layer_key": 0})
+    engine, options = TorchGpuEngine(group), PassOptions(save_for_backward=True)
+    y, saved = engine.forward(plan, mine, options)
+    grads = engine.backward(plan, mine, options, saved, dy[tokens], Wants(True, True, True, True, True, True), None)
+    return flat(y, grads), first
+
+
+def test_ranks_of_a_process_group_agree_with_one():
+    """Unequal tokens, none on the second rank, five experts on three ranks."""
+    ids, tensors = case(150, shared=0)
+    dy = torch.randn(150, 24, dtype=torch.float64)
+    alone = flat(*run(ids, tensors, dy))
+    pool = RankPool(3)
+    try:
+        results = pool.run(_on_rank, 3, ids, tensors, dy, [0, 90, 90, 150])
+    finally:
+        pool.close()
+    for name in ("y", "x", "topk_weights"):
+        assert relative_error(torch.cat([parts[name] for parts, _ in results]), alone[name]) < 1e-13, name
+    experts = 0
+    for parts, first in results:
+        for name, value in parts.items():
+            if "[" in name:
+                weight, e = name[:-1].split("[")
+                assert relative_error(value, alone[f"{weight}[{int(e) + first}]"]) < 1e-13, (name, first)
+                experts += weight == "w_down"
+    assert experts == 5
 
 
 def test_quantised_precision_is_refused():
