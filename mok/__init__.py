@@ -8,4 +8,7 @@ from .layer import MoE
 from .router import checkpoint_policy
 
 __version__ = "0.1.0"
-__all__ = ["ExpertGroup", "FabricError", "FabricTimeout", "MoE", "MoEConfig", "Overlap", "PeerLost", "SharedExpert", "check", "checkpoint_policy", "engine_for", "moe"]
+__all__ = [
+    "ExpertGroup", "FabricError", "FabricTimeout", "MoE", "MoEConfig", "Overlap", "PeerLost", "SharedExpert",
+    "check", "checkpoint_policy", "engine_for", "moe",
+]

@@ -179,7 +179,8 @@ def _disagree(process_group, how):
 
 def on_rank_again(group, case):
     first, count = experts_of_rank(4, group.size, group.rank)
-    return mok.moe(case["x"], case["topk_ids"], case["topk_weights"], case["w_gate_up"][first:first + count], case["w_down"][first:first + count], group=group)
+    weights = {name: case[name][first:first + count] for name in ("w_gate_up", "w_down")}
+    return mok.moe(case["x"], case["topk_ids"], case["topk_weights"], **weights, group=group)
 
 
 @pytest.mark.parametrize("how", ["H", "I", "K", "dtype", "layer_key", "wanted gradients", "topk_ids", "experts", "w_down"])
@@ -197,7 +198,8 @@ def _different_pass(process_group):
     group = mok.ExpertGroup(process_group, timeout_s=30)
     case = global_case(8, 16, 4, 4, 2, torch.float32, biases=False, shared=False)
     first, count = experts_of_rank(4, group.size, group.rank)
-    arguments = (case["x"].requires_grad_(), case["topk_ids"], case["topk_weights"], case["w_gate_up"][first:first + count], case["w_down"][first:first + count])
+    experts = slice(first, first + count)
+    arguments = (case["x"].requires_grad_(), case["topk_ids"], case["topk_weights"], case["w_gate_up"][experts], case["w_down"][experts])
     y = mok.moe(*arguments, group=group)
     try:
         y.sum().backward() if group.rank == 0 else mok.moe(*arguments, group=group)
@@ -214,7 +216,7 @@ def test_another_pass_on_one_rank_raises_on_all(pool):
 def _layer(process_group, x, seed):
     """mok.MoE with a router on several ranks; its parameters are seeded by the global expert id."""
     group = mok.ExpertGroup(process_group, timeout_s=30)
-    cuts = [0, 30, 50, 50, 90][:group.size] + [90]
+    cuts = [*[0, 30, 50, 50][:group.size], 90]
     layer = mok.MoE(mok.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, seed=seed), group=group)
     mine = x[cuts[group.rank]:cuts[group.rank + 1]].clone().requires_grad_()
     y = layer(mine)

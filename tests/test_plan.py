@@ -118,7 +118,7 @@ def test_offsets_beyond_32_bits_of_elements():
 
 def test_more_rows_than_int32_can_name_are_refused():
     ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**28, 8)     # one element of memory, 2^31 slots
-    with pytest.raises(ValueError, match="topk_ids.shape"):
+    with pytest.raises(ValueError, match=r"topk_ids\.shape"):
         RoutingPlan.build(ids, 4)
 
 

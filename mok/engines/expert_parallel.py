@@ -15,7 +15,6 @@ from torch import Tensor
 from ..plan import RoutingPlan, count_ids
 from .protocol import Wants
 
-
 _COUNTS_IN_HANDSHAKE = 2048     # counts of ids below this fit the handshake's message; beyond, they travel in one of their own
 
 
