@@ -26,12 +26,12 @@ from torch import Tensor
 
 from .runtime import Scratch, Task, runtime
 
-CHUNK_WORDS = 4096                  # two key tables of 32 KiB stay in a core's nearest cache
+CHUNKWORDS = 4096                  # two key tables of 32 KiB stay in a core's nearest cache
 GOLDEN = 0x9E3779B97F4A7C15
 KEY_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)      # the first fractional bits of pi
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _MIX_LAST_SHIFT = 31
-_WORD = 2**64
+WORD = 2**64
 # Words handled at a time. CPU: the temporary of 1 MiB stays in L2. Elsewhere: few launches, at most 128 MiB of scratch.
 _CPU_BLOCK, _DEVICE_BLOCK = 2**17, 2**24
 
@@ -71,7 +71,7 @@ def combine_digests(shards: Iterable[Digest]) -> Digest:
     for shard in shards:
         if not shard.shape or (shard.dtype, shard.shape[1:]) != (first.dtype, first.shape[1:]):
             raise ValueError(f"shards must agree in dtype and all dimensions but the first, found {first} and {shard}")
-    lanes = (sum(s.lanes[0] for s in shards) % _WORD, sum(s.lanes[1] for s in shards) % _WORD)
+    lanes = (sum(s.lanes[0] for s in shards) % WORD, sum(s.lanes[1] for s in shards) % WORD)
     return Digest(first.dtype, (sum(s.shape[0] for s in shards), *first.shape[1:]), lanes)
 
 
@@ -116,11 +116,11 @@ class DigestBatch:
         ends = counts.cumsum(0)
         owner = torch.repeat_interleave(counts)                                          # which tensor each chunk is of
         position = torch.arange(sums.shape[1]) - (ends - counts)[owner] + starts[owner]
-        a = mix(sums[0] + (position.to(device) + 1) * _signed(GOLDEN))
+        a = mix(sums[0] + (position.to(device) + 1) * signed(GOLDEN))
         b = mix(sums[1] ^ a)
         lanes = torch.zeros(2, len(self._sums), dtype=torch.int64, device=device)
         lanes.index_add_(1, owner.to(device), torch.stack([a, b]))                       # integers: the order of these additions changes nothing
-        pairs = [(int(x) % _WORD, int(y) % _WORD) for x, y in lanes.t().tolist()]
+        pairs = [(int(x) % WORD, int(y) % WORD) for x, y in lanes.t().tolist()]
         heads, self._heads, self._sums, self._positions = self._heads, [], [], []
         return [Digest(dtype, shape, pair) for (dtype, shape), pair in zip(heads, pairs, strict=True)]
 
@@ -128,7 +128,7 @@ class DigestBatch:
 def mix(z: Tensor) -> Tensor:
     """splitmix64's finaliser of each int64 word, read as unsigned: a bijection in which every bit reaches every other."""
     for shift, factor in _MIX:
-        z = (z ^ _shift_right(z, shift)) * _signed(factor)
+        z = (z ^ _shift_right(z, shift)) * signed(factor)
     return z ^ _shift_right(z, _MIX_LAST_SHIFT)
 
 
@@ -137,16 +137,17 @@ def _shift_right(z: Tensor, shift: int) -> Tensor:
     return (z >> shift) & (2**(64 - shift) - 1)
 
 
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word
+def signed(word: int) -> int:
+    """The int64 with the bits of an unsigned word."""
+    return word - WORD if word >= WORD // 2 else word
 
 
 def _keys(device: torch.device, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` words of both key tables: mix(seed + GOLDEN * (i + 1)), made odd."""
     tables = runtime.scratch.get(("digest keys", device))
     if tables is None:
-        counter = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _signed(GOLDEN)
-        tables = tuple(mix(counter + _signed(seed)) | 1 for seed in KEY_SEEDS)
+        counter = torch.arange(1, CHUNKWORDS + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
+        tables = tuple(mix(counter + signed(seed)) | 1 for seed in KEY_SEEDS)
         runtime.scratch["digest keys", device] = tables
     return tables[0][:length], tables[1][:length]
 
@@ -171,7 +172,7 @@ def _start_sums(tensor: Tensor, tasks: list[Task]) -> tuple[Tensor, int]:
     rows, n = words.shape
     if words.numel() == 0:
         return torch.zeros(2, 0, dtype=torch.int64, device=words.device), 0
-    m = -(-n // CHUNK_WORDS)
+    m = -(-n // CHUNKWORDS)
     length = -(-n // m)
     if m * length != n:
         words = torch.nn.functional.pad(words, (0, m * length - n))

@@ -1,0 +1,195 @@
+"""The record of a run: JSON lines, each hashed together with the one before it, so that a cut, a reordering or an edit shows.
+
+Line 1 is the header (fingerprint, configuration), then one line for every step from 0 (the state before the first step), a line where a stopped
+run was resumed, and a closing line. Each line is canonical JSON whose last member, "hash", is the SHA-256 of the line without it; "previous" is
+the hash of the line before. Whoever rewrites every line from an edited one on gets an intact chain again: note the closing hash elsewhere, or
+replay the run, to rule that out.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+_FIRST_PREVIOUS = "mok run record"
+
+# What one step's line holds, in the order in which the run computed it: digests as text, scalars as numbers.
+Entries = dict[str, "str | int | float"]
+
+
+class BrokenChain(Exception):
+    """A record that is not what a run wrote; the message names the line."""
+
+
+@dataclass
+class Record:
+    """A record that was read. header: fingerprint and configuration. steps[i]: entries of step i. resumes: lines of kind "resume".
+
+    hashes[i]: hash of step i's line. end: the closing line, None where it is missing.
+    """
+
+    path: str
+    header: dict[str, Any]
+    steps: list[Entries] = field(default_factory=list)
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+
+    @property
+    def last_hash(self) -> str:
+        """The hash that stands for the whole record: its closing line's, or its last step's where it is not closed."""
+        return self.end["hash"] if self.end else self.hashes[-1] if self.hashes else self.header["hash"]
+
+
+def read_record(path: str | os.PathLike[str], *, may_be_open: bool = False) -> Record:
+    """The record in `path`, every line checked against the chain.
+
+    may_be_open: accept a record without a closing line, or with a last line that was cut in the middle, of a run that was killed.
+    Raises ValueError naming `record` for a file that cannot be read or is no record, BrokenChain naming the line for one that was changed.
+    """
+    lines = _read_lines(path, may_be_open)
+    record = None
+    previous = _FIRST_PREVIOUS
+    for number, raw in enumerate(lines, start=1):
+        line = _check_line(path, number, raw, previous)
+        previous = line["hash"]
+        if number == 1:
+            record = Record(str(path), line)
+            continue
+        assert record is not None
+        if record.end is not None:
+            raise BrokenChain(f"{_where(path, number, line)}: stands behind the closing line")
+        if line["kind"] == "step" and line["step"] == len(record.steps):
+            record.steps.append(line["entries"])
+            record.hashes.append(line["hash"])
+        elif line["kind"] == "resume" and line["step"] == len(record.steps) - 1:
+            record.resumes.append(line)
+        elif line["kind"] == "end" and line["steps"] == len(record.steps) - 1:
+            record.end = line
+        else:
+            raise BrokenChain(f"{_where(path, number, line)}: does not follow from the {len(record.steps)} steps before it")
+    assert record is not None
+    if record.end is None and not may_be_open:
+        last = f"after step {len(record.steps) - 1}" if record.steps else "before the first step"
+        raise BrokenChain(f"record {str(path)!r} ends {last} (line {len(lines)}) without its closing line: it was cut, or its run did not end")
+    return record
+
+
+def _read_lines(path: str | os.PathLike[str], may_be_open: bool) -> list[bytes]:
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"record={str(path)!r} cannot be read: {error.strerror}") from None
+    lines = text.split(b"\n")
+    rest = lines.pop()
+    try:
+        first = json.loads(lines[0]) if lines else None
+    except ValueError:
+        first = None
+    if not isinstance(first, dict) or first.get("kind") != "header":
+        raise ValueError(f"record={str(path)!r} must be a record written by mok train --audit, found no header in its first line")
+    if first.get("format") != FORMAT:
+        raise ValueError(f"record={str(path)!r} has format {first.get('format')!r}, this version reads format {FORMAT}")
+    if rest and not may_be_open:
+        raise BrokenChain(f"record {str(path)!r}, line {len(lines) + 1}: has no end: it was cut in the middle")
+    return lines
+
+
+def _check_line(path: str | os.PathLike[str], number: int, raw: bytes, previous: str) -> dict[str, Any]:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        line = None
+    kind = line.get("kind") if isinstance(line, dict) else None
+    if line is None or not isinstance(kind, str) or tuple(line) != _FIELDS.get(kind) or not isinstance(line.get("entries", {}), dict):
+        raise BrokenChain(f"{_where(path, number, line)}: is not a line of a record: it was edited")
+    content = {name: value for name, value in line.items() if name != "hash"}
+    if raw != canonical(line) or line["hash"] != _hash(content):
+        raise BrokenChain(f"{_where(path, number, line)}: its hash is not that of its contents: it was edited")
+    if line["previous"] != previous or (line["kind"] == "header") != (number == 1):
+        raise BrokenChain(f"{_where(path, number, line)}: does not continue line {number - 1}: lines were removed, inserted or reordered")
+    return line
+
+
+_FIELDS = {
+    "header": ("kind", "format", "fingerprint", "configuration", "previous", "hash"),
+    "step": ("kind", "step", "entries", "previous", "hash"),
+    "resume": ("kind", "step", "fingerprint", "configuration", "previous", "hash"),
+    "end": ("kind", "steps", "finished", "previous", "hash"),
+}
+
+
+def _where(path: str | os.PathLike[str], number: int, line: Any) -> str:
+    kind = line.get("kind") if isinstance(line, dict) else None
+    what = {"header": " (header)", "end": " (closing line)"}.get(kind, f" ({kind} {line.get('step')})" if kind in ("step", "resume") else "")
+    return f"record {str(path)!r}, line {number}{what}"
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON text of a value: members in their own order, no spaces, ASCII; floats as Python's shortest form, which reads back exactly."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+class RecordWriter:
+    """Writes a record line by line; each line reaches the file before the call returns, so a killed run leaves all its steps."""
+
+    def __init__(self, path: Path, previous: str) -> None:
+        self.path = path
+        self._previous = previous
+
+    @staticmethod
+    def check_free(path: str | os.PathLike[str]) -> None:
+        """Raise ValueError naming `audit` where `path` exists or its folder does not."""
+        if os.path.lexists(path):
+            raise ValueError(f"audit={str(path)!r} exists and is not overwritten; name a new file")
+        if not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"audit={str(path)!r} must be in an existing folder")
+
+    @staticmethod
+    def create(path: str | os.PathLike[str], fingerprint: dict[str, Any], configuration: dict[str, Any]) -> RecordWriter:
+        """A new record. ValueError naming `audit` where the file exists or cannot be written."""
+        RecordWriter.check_free(path)
+        writer = RecordWriter(Path(path), _FIRST_PREVIOUS)
+        try:
+            writer._append({"kind": "header", "format": FORMAT, "fingerprint": fingerprint, "configuration": configuration}, mode="xb")
+        except OSError as error:
+            raise ValueError(f"audit={str(path)!r} cannot be written: {error.strerror}") from None
+        return writer
+
+    @staticmethod
+    def resume(record: Record, step: int, fingerprint: dict[str, Any], configuration: dict[str, Any]) -> RecordWriter:
+        """Continue `record` behind `step`; later lines, which the resumed run writes again, and the closing line are dropped."""
+        kept = 0
+        previous = _FIRST_PREVIOUS
+        for raw in Path(record.path).read_bytes().splitlines(keepends=True):
+            line: dict[str, Any] = json.loads(raw) if raw.endswith(b"\n") else {"kind": "end"}
+            if line["kind"] == "end" or line.get("step", 0) > step:
+                break
+            kept, previous = kept + len(raw), line["hash"]
+        os.truncate(record.path, kept)
+        writer = RecordWriter(Path(record.path), previous)
+        writer._append({"kind": "resume", "step": step, "fingerprint": fingerprint, "configuration": configuration})
+        return writer
+
+    def step(self, step: int, entries: Entries) -> None:
+        """Append the line of one step."""
+        self._append({"kind": "step", "step": step, "entries": entries})
+
+    def close(self, steps: int, finished: bool) -> str:
+        """Append the closing line; returns its hash, which stands for the whole record. finished: whether the run did all its steps."""
+        self._append({"kind": "end", "steps": steps, "finished": finished})
+        return self._previous
+
+    def _append(self, content: dict[str, Any], mode: str = "ab") -> None:
+        content["previous"] = self._previous
+        self._previous = _hash(content)
+        with open(self.path, mode, buffering=0) as file:
+            file.write(canonical({**content, "hash": self._previous}) + b"\n")

@@ -1,0 +1,175 @@
+"""Collects what one training step computed, as digests in the order of the computation: inputs, routes, outputs, gradients, parameters."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .audit import Entries
+from .determinism import WORD, Digest, DigestBatch, signed
+from .layer import MoE
+
+# Given an (n, 5) int64 CPU tensor, returns its sum over all ranks (wrapping mod 2^64), the same on every rank.
+Combine = Callable[[Tensor], Tensor]
+_EXPERT_TENSORS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+class StepRecorder:
+    """Records the steps of a training loop around `model` and `optimizer`; `sink(step, entries)` gets each step's entries.
+
+    The loop calls `start` once, then for every step `begin` before the forward pass, `gradients` after the backward pass and before anything
+    changes the gradients, `end` after the optimizer's step. Between `begin` and `end` every forward pass of the model is recorded, and its
+    backward pass through each `mok.MoE`; "partN" counts the passes of one step (gradient accumulation).
+
+    Names: "input"; "partN/<layer>/" x, topk_ids, topk_weights, y and, from the backward pass, dy, dx, d_topk_weights (those of `mok.moe` alone,
+    without the router's share); "partN/output"; "gradient/<parameter>"; "parameter/<parameter or buffer>"; "optimizer/<state>/<parameter>";
+    scalars under their own names.
+
+    Several ranks: each holds an equal share of the batch, rank by rank in global order, and the experts that its layers own; everything else is
+    replicated. combine sums over the ranks (`torch.distributed.all_reduce` of an int64 tensor, for instance); the entries are then those of the
+    global tensors, on every rank, and a replicated tensor that is not the same on all ranks is listed under "replicas differ".
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, sink: Callable[[int, Entries], None], *, rank: int = 0,
+                 combine: Combine | None = None) -> None:
+        self._model, self._optimizer, self._sink = model, optimizer, sink
+        self._rank, self._combine = rank, combine
+        self._active = False
+        self._passes: Counter[str | None] = Counter()              # forward passes of this step: of each layer, and of the model (None)
+        self._batch = DigestBatch()
+        self._names: list[str | tuple[str, float]] = []           # names of the batch's digests, scalars in between
+        self._sharded: list[bool] = []
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+        self._first_expert = {f"{name}.{tensor}".lstrip("."): layer.first_expert for name, layer in layers.items() for tensor in _EXPERT_TENSORS}
+        self._hooks = [layer.register_forward_hook(partial(self._after_layer, name)) for name, layer in layers.items()]
+        self._hooks.append(model.register_forward_hook(self._after_model))
+
+    def start(self, step: int = 0) -> None:
+        """Hand the state before the first step (or of a loaded checkpoint) to the sink, as `step`."""
+        self._sink(step, self.state())
+
+    def state(self) -> Entries:
+        """Entries of parameters, buffers and the optimizer's state as they are now."""
+        self._reset()
+        self._add_state()
+        return self._finish()
+
+    def begin(self, inputs: Tensor) -> None:
+        """A step begins. inputs: this rank's part of the batch, rows in global order."""
+        self._reset()
+        self._active = True
+        self._add_rows({"input": inputs})
+
+    def gradients(self, **scalars: float) -> None:
+        """The backward passes are done. scalars: what is known now, such as the loss."""
+        self._active = False
+        self._names.extend(scalars.items())
+        self._add_parameters({f"gradient/{name}": p.grad for name, p in self._model.named_parameters() if p.grad is not None})
+
+    def end(self, step: int, **scalars: float) -> None:
+        """The optimizer's step number `step` (1 is the first) is done; scalars: learning rate, gradient norm and the like."""
+        self._names.extend(scalars.items())
+        self._add_state()
+        self._sink(step, self._finish())
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _reset(self) -> None:
+        self._active = False
+        self._batch, self._names, self._sharded = DigestBatch(), [], []
+        self._passes.clear()
+
+    def _add(self, tensors: dict[str, Tensor], first_rows: Sequence[int | None]) -> None:
+        """first_rows: number of each tensor's first row in the global tensor; None = replicated."""
+        self._names.extend(tensors)
+        self._sharded.extend(first is not None for first in first_rows)
+        self._batch.add_all(list(tensors.values()), [first or 0 for first in first_rows])
+
+    def _add_rows(self, tensors: dict[str, Tensor]) -> None:
+        self._add(tensors, [self._rank * len(tensor) for tensor in tensors.values()])
+
+    def _add_parameters(self, tensors: dict[str, Tensor]) -> None:
+        self._add(tensors, [self._first_expert.get(name.rsplit("/", 1)[1]) for name in tensors])
+
+    def _add_state(self) -> None:
+        tensors = {f"parameter/{name}": tensor for name, tensor in self._model.state_dict().items()}
+        if self._optimizer is not None:
+            for name, parameter in self._model.named_parameters():
+                state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+                tensors.update({f"optimizer/{key}/{name}": value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0})
+        self._add_parameters(tensors)
+
+    def _after_layer(self, name: str, layer: MoE, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        # not when a checkpoint recomputes this forward inside backward: the first one was recorded
+        if not self._active or layer.routes is None or torch._C._current_graph_task_id() != -1:
+            return
+        H = layer.config.hidden_size
+        prefix = f"part{self._passes[name]}/{name}/"
+        self._passes[name] += 1
+        topk_ids, topk_weights = layer.routes
+        self._add_rows({prefix + "x": inputs[0].reshape(-1, H), prefix + "topk_ids": topk_ids, prefix + "topk_weights": topk_weights,
+                        prefix + "y": y.reshape(-1, H)})
+        if not y.requires_grad:
+            return
+        y.register_hook(lambda dy: self._add_rows({prefix + "dy": dy.reshape(-1, H)}))
+        node = _moe_node(y.grad_fn)
+        if node is not None:
+            node.register_hook(lambda grads, _: self._add_rows(
+                {prefix + what: grad for what, grad in zip(("dx", "d_topk_weights"), grads) if grad is not None}))
+
+    def _after_model(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self._active and isinstance(output, Tensor) and torch._C._current_graph_task_id() == -1:
+            self._add_rows({f"part{self._passes[None]}/output": output})
+            self._passes[None] += 1
+
+    def _finish(self) -> Entries:
+        digests, differing = self._combined(self._batch.finish())
+        following = iter(digests)
+        entries: Entries = {}
+        names = [entry for entry in self._names if isinstance(entry, str)]
+        for entry in self._names:
+            if isinstance(entry, str):
+                entries[entry] = str(next(following))
+            else:
+                entries[entry[0]] = entry[1]
+        if differing:
+            entries["replicas differ"] = ", ".join(names[i] for i in differing)
+        return entries
+
+    def _combined(self, digests: list[Digest]) -> tuple[list[Digest], list[int]]:
+        """The digests of the global tensors, and the indices of replicated ones that are not the same on all ranks."""
+        if self._combine is None or not digests:
+            return digests, []
+        rows = []
+        for digest, sharded in zip(digests, self._sharded, strict=True):
+            lanes = [signed(lane) for lane in digest.lanes]
+            length = digest.shape[0] if digest.shape else 0
+            if sharded:
+                rows.append([*lanes, length, 0, 0])
+            else:                                                   # rank 0's counts; the others' are summed beside it, to be compared with it
+                rows.append([*lanes, length, 0, 0] if self._rank == 0 else [0, 0, 0, *lanes])
+        total = self._combine(torch.tensor([*rows, [0, 0, 1, 0, 0]], dtype=torch.int64)).tolist()
+        others = total.pop()[2] - 1                                 # the last row counts the ranks
+        combined, differing = [], []
+        for i, (digest, (lane1, lane2, length, other1, other2)) in enumerate(zip(digests, total, strict=True)):
+            shape = (length, *digest.shape[1:]) if digest.shape else ()
+            combined.append(Digest(digest.dtype, shape, (lane1 % WORD, lane2 % WORD)))
+            if not self._sharded[i] and ((other1 - others * lane1) % WORD or (other2 - others * lane2) % WORD):
+                differing.append(i)
+        return combined, differing
+
+
+def _moe_node(node: Any) -> Any:
+    """The backward node of `mok.moe` behind a layer's result: past views and casts, whose first input is the only one. None where there is none."""
+    for _ in range(8):
+        if node is None or "moe_forward" in type(node).__name__:
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
