@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .checkpoint import checkpoint_name, keep_newest, load_checkpoint, read_stat
 from .data import Corpus, check_length, training_windows, validation_windows
 from .model import MOE_IMPLS, LanguageModel, config_by_name, sequence_losses
 from .run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ..recorder import StepRecorder
 
 TRAIN_PRECISIONS = ("fp32", "bf16")
 _FINAL_LEARNING_RATE = 0.1       # the cosine ends at this part of the peak
@@ -114,6 +117,7 @@ class Trainer:
         self.model = LanguageModel(config, settings.seed, settings.moe_impl).to(self.device)
         self.validation = validation_windows(corpus, config.seq_len, settings.eval_tokens)
         self.optimizer = _optimizer(self.model, settings)
+        self.recorder: StepRecorder | None = None          # records every step where one is set (`mok.lm.audit`)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up to the peak, then half a cosine down to a tenth of it at the last step."""
@@ -132,6 +136,8 @@ class Trainer:
         windows = training_windows(self.corpus, self.step, settings.batch_size, seq_len, settings.seed)
         model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.recorder is not None:
+            self.recorder.begin(windows)
         losses, aux_losses, loads = [], [], []
         for part in windows.chunk(settings.accumulate):
             part = part.to(self.device)
@@ -145,12 +151,16 @@ class Trainer:
         loss = math.fsum(torch.cat(losses).tolist()) / (settings.batch_size * seq_len)
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {self.step + 1}")
+        if self.recorder is not None:
+            self.recorder.gradients(loss=loss)
         norm = clip_gradients([p.grad for p in model.parameters() if p.grad is not None], settings.grad_clip)
         rate = self.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.step += 1
+        if self.recorder is not None:
+            self.recorder.end(self.step, grad_norm=norm, learning_rate=rate)
         load = torch.stack(loads).sum(0).tolist()
         seconds = time.perf_counter() - started
         return StepMetrics(step=self.step, loss=loss, aux_loss=math.fsum(torch.stack(aux_losses).tolist()) / settings.accumulate, grad_norm=norm,
