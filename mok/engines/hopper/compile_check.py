@@ -1,0 +1,187 @@
+"""Compiles every variant of the Hopper kernels for a target, with no GPU, and reads registers, stack and spills from what ptxas made.
+
+`spills` counts STL and LDL instructions inside loops that contain HGMMA: the innermost natural loop around each HGMMA, found from the SASS's
+control flow by dominators. (Code between a backward branch and its target would not do: a barrier's retry code stands far outside its loop.)
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+MAX_STACK_BYTES = 64          # outside the multiply loops
+MAX_SHARED_BYTES = 232448     # 227 KB, what one block may have on sm_90
+TARGETS = {"sm_90a": 90}
+
+
+def compile_report(target: str = "sm_90a") -> list[dict[str, Any]]:
+    """One entry for each compiled variant: {kernel, registers, spills, stack_bytes, shared_bytes, mma_instructions}; names hold `forward`.
+
+    Raises ValueError for a target that these kernels are not written for, RuntimeError where Triton or its CUDA tools are missing.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"{target=} must be one of {tuple(TARGETS)}")
+    return [describe(name, kernel) for name, kernel in compile_variants(TARGETS[target])]
+
+
+def problems(report: list[dict[str, Any]]) -> list[str]:
+    """What in a report breaks the budget, one line each; empty = good."""
+    found = []
+    for entry in report:
+        if entry["spills"]:
+            found.append(f"{entry['kernel']}: {entry['spills']} spill instructions in multiply loops")
+        if entry["stack_bytes"] > MAX_STACK_BYTES:
+            found.append(f"{entry['kernel']}: {entry['stack_bytes']} bytes of stack, at most {MAX_STACK_BYTES}")
+        if entry["shared_bytes"] > MAX_SHARED_BYTES:
+            found.append(f"{entry['kernel']}: {entry['shared_bytes']} bytes of shared memory, at most {MAX_SHARED_BYTES}")
+        if not entry["mma_instructions"]:
+            found.append(f"{entry['kernel']}: no HGMMA instruction")
+    return found
+
+
+def compile_variants(capability: int) -> list[tuple[str, Any]]:
+    """(name, Triton's compiled kernel) of every production variant."""
+    try:
+        from .launch import variants
+    except ImportError as error:
+        raise RuntimeError(f"the Hopper kernels need Triton with Gluon, 3.6 or newer: {error}") from error
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import compile as triton_compile
+
+    compiled = []
+    for name, source, options in variants():
+        compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
+    return compiled
+
+
+def describe(name: str, kernel: Any) -> dict[str, Any]:
+    """The report's entry of one compiled kernel."""
+    usage, sass = disassemble(kernel.asm["cubin"])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if match is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage for {name}: {usage.strip()[:200]}")
+    return {"kernel": name, "registers": int(match.group(1)), "spills": spills_in_multiply_loops(sass), "stack_bytes": int(match.group(2)),
+            "shared_bytes": int(kernel.metadata.shared), "mma_instructions": len(re.findall(r"\bHGMMA\b", sass))}
+
+
+def disassemble(cubin: bytes) -> tuple[str, str]:
+    """(cuobjdump's resource usage, nvdisasm's SASS) of a cubin, by the tools that Triton carries."""
+    import triton
+
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(cubin)
+        commands = ([f"{tools}/cuobjdump", "--dump-resource-usage", path], [f"{tools}/nvdisasm", path])
+        outputs = [subprocess.run(command, capture_output=True, text=True) for command in commands]
+    for output in outputs:
+        if output.returncode:
+            raise RuntimeError(f"{' '.join(output.args)} failed: {output.stderr.strip()[:300]}")
+    return outputs[0].stdout, outputs[1].stdout
+
+
+def spills_in_multiply_loops(sass: str) -> int:
+    """STL and LDL instructions in the innermost loops that contain HGMMA."""
+    return sum(len(re.findall(r"\b(?:STL|LDL)\b", line)) for loop in multiply_loops(sass) for line in loop)
+
+
+def multiply_loops(sass: str) -> list[list[str]]:
+    """Instructions of the innermost natural loop around each HGMMA."""
+    blocks, successors = basic_blocks(sass)
+    loops = natural_loops(successors)
+    chosen = set()
+    for index, block in enumerate(blocks):
+        if any("HGMMA" in line for line in block):
+            around = [loop for loop in loops if index in loop]
+            if around:
+                chosen.add(min(around, key=len))
+    return [[line for index in sorted(loop) for line in blocks[index]] for loop in sorted(chosen, key=sorted)]
+
+
+def basic_blocks(sass: str) -> tuple[list[list[str]], list[list[int]]]:
+    """(instructions of each basic block, its successors) of the first function of nvdisasm's output; calls and returns are not followed."""
+    lines: list[str] = []
+    label_at: dict[str, int] = {}
+    for raw in sass.splitlines():
+        label = re.match(r"\.(L_\w+|L\w*):", raw.strip())
+        code = re.match(r"\s*/\*[0-9a-f]+\*/\s+([^.].*?);", raw)
+        if label:
+            label_at[label.group(1)] = len(lines)
+        elif code:
+            lines.append(code.group(1).strip())
+    starts = {0, *label_at.values()} | {at + 1 for at, line in enumerate(lines) if re.search(r"\b(BRA|BRX|EXIT|RET|JMP|BREAK)\b", line)}
+    ordered = sorted(start for start in starts if start < len(lines))
+    block_of = {start: number for number, start in enumerate(ordered)}
+    blocks = [lines[start:end] for start, end in zip(ordered, [*ordered[1:], len(lines)], strict=True)]
+    successors = []
+    for number, block in enumerate(blocks):
+        targets = [block_of[label_at[name]] for name in re.findall(r"\.(L_\w+)", block[-1]) if label_at.get(name, len(lines)) < len(lines)]
+        jumps = re.search(r"\b(BRA|BRX|EXIT|RET|JMP)\b", block[-1]) is not None
+        conditional = re.match(r"@!?U?P\d", block[-1]) is not None
+        if (not jumps or conditional) and number + 1 < len(blocks):
+            targets.append(number + 1)
+        successors.append(targets)
+    return blocks, successors
+
+
+def natural_loops(successors: list[list[int]]) -> list[frozenset[int]]:
+    """Loops of a control-flow graph entered at node 0: for each edge u -> v with v dominating u, v and all nodes that reach u without v."""
+    order: list[int] = []
+    seen = {0}
+    stack = [(0, iter(successors[0]))]
+    while stack:
+        node, children = stack[-1]
+        child = next((c for c in children if c not in seen), None)
+        if child is None:
+            order.append(node)
+            stack.pop()
+        else:
+            seen.add(child)
+            stack.append((child, iter(successors[child])))
+    rank = {node: number for number, node in enumerate(order)}          # postorder: the entry has the largest number
+    predecessors: dict[int, list[int]] = {node: [] for node in order}
+    for node in order:
+        for child in successors[node]:
+            predecessors[child].append(node)
+    dominator = {0: 0}                                                  # Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(order[:-1]):
+            best: int | None = None
+            for parent in predecessors[node]:
+                if parent in dominator:
+                    best = parent if best is None else _common(dominator, rank, parent, best)
+            if best is not None and dominator.get(node) != best:
+                dominator[node] = best
+                changed = True
+    merged: dict[int, set[int]] = {}
+    for node in order:
+        for head in successors[node]:
+            if _dominates(dominator, head, node):
+                body = merged.setdefault(head, {head})
+                work = [node]
+                while work:
+                    inside = work.pop()
+                    if inside not in body:
+                        body.add(inside)
+                        work += predecessors[inside]
+    return [frozenset(body) for body in merged.values()]
+
+
+def _common(dominator: dict[int, int], rank: dict[int, int], a: int, b: int) -> int:
+    while a != b:
+        while rank[a] < rank[b]:
+            a = dominator[a]
+        while rank[b] < rank[a]:
+            b = dominator[b]
+    return a
+
+
+def _dominates(dominator: dict[int, int], head: int, node: int) -> bool:
+    while node != head and node != dominator[node]:
+        node = dominator[node]
+    return node == head

@@ -1,0 +1,149 @@
+"""The forward pass of the layer in one launch on sm_90: dispatch, gate/up GEMM, activation, down GEMM, combine (DESIGN 2 and 7).
+
+    z = x[token] @ w_gate_up[e].T + b;  h = act(round(z));  y_k = round(h @ w_down[e].T + b);  out = sum_k w_k y_k + sum_s gate_s y_s
+
+Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows of the plan, G row tiles of a group. BF16, fp32 accumulation.
+Limits: `limits.unsupported_reason`. Roles, flags and fences are drawn in docs/kernels.md; measured on one H200, docs/benchmarks/.
+
+Compiled variants for this precision: SAVE_Z (training or not) x MOVER_WARPS (1, 2) = 4. Everything else is a run-time value.
+"""
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .compat import thread_barrier
+from .gemm import CHUNK, NUM_STAGES, SET_HEADER, Flags, OutPipe, Pipe, consume, producer, storer
+from .move import TICKET_ROWS, Tokens, finish_combine, mover
+from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_WORDS
+from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, Schedule, token_tiles
+
+MOVER_WARPS = (1, 2)            # with more the CTA has 512 threads, and wgmma of 256 columns does not fit into 128 registers a thread
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """What selects a binary. The last four are fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps, stage left out."""
+    save_z: bool
+    mover_warps: int = 2
+    stagger: int = 3
+    copy_rows: int = 4
+    debug: bool = False
+    omit: int = 0                 # 1: no dispatch copy, 2: no combine; for the benchmark's breakdown only
+
+    def __post_init__(self) -> None:
+        if self.mover_warps not in MOVER_WARPS:
+            raise ValueError(f"mover_warps={self.mover_warps} must be one of {MOVER_WARPS}")
+        if not 0 <= self.stagger < NUM_STAGES.value:
+            raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
+
+    def constexprs(self) -> dict[str, int]:
+        # 2 * 208 + 88 = 3 * 168 registers: what three warpgroups may have
+        return {"SAVE_Z": int(self.save_z), "MOVER_WARPS": self.mover_warps, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows,
+                "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
+
+
+INTEGERS = ["T", "K", "E", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
+            "has_bias_down", "gated", "activation"]
+WIDTHS = ["H", "I", "shared_I_0", "shared_I_1"]   # specialised on being multiples of 16, which they always are: no second binary
+UNALIGNED = ["row_to_slot", "slot_to_row", "tile_to_expert", "tokens_per_expert", "num_tiles_ptr", "topk_weights", "bias_up", "bias_down", "gate_0",
+             "gate_1", "state"]
+
+
+@gluon.jit
+def _begin_launch(state, capacity):
+    """Pick this launch's set of counters and zero the other one for the next launch (rule 5: the owner zeroes, inside the launch).
+
+    The epoch advances when all CTAs have read it, so graph replay and any stream order work. Returns the set that is in use.
+    """
+    set_words = SET_HEADER + 4 * capacity
+    epoch = gl.load(state + CONTROL_EPOCH, volatile=True)
+    in_use = state + CONTROL_WORDS + (epoch & 1) * set_words
+    other = state + CONTROL_WORDS + ((epoch & 1) ^ 1) * set_words
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    for i in range(gl.program_id(0) * 128, set_words, gl.num_programs(0) * 128):
+        gl.store(other + i + lanes, lanes * 0, mask=i + lanes < set_words)
+    thread_barrier()                                     # every thread of the CTA has read the epoch ...
+    arrived = gl.atomic_add(state + CONTROL_ARRIVED, 1, sem="acq_rel", scope="gpu")
+    if arrived == gl.num_programs(0) - 1:                # ... and so has every other CTA
+        gl.store(state + CONTROL_ARRIVED, 0)
+        gl.store(state + CONTROL_EPOCH, epoch + 1)
+    return in_use
+
+
+@gluon.jit
+def _count_valid(tokens_per_expert, E):
+    """Routes that have an expert."""
+    lanes = gl.arange(0, 1024, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    total = lanes * 0
+    for e in range(0, E, 1024):
+        total += gl.load(tokens_per_expert + e + lanes, mask=e + lanes < E, other=0)
+    return gl.sum(total, 0)
+
+
+@gluon.jit
+def _consumer(s, flags, pipe, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
+              WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    consume(s, flags, pipe, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, t.row_to_slot, WG, SAVE_Z,
+            STAGGER, DEBUG)
+    if OMIT != 2:
+        finish_combine(s, t, flags, 2, 4, DEBUG)
+
+
+@gluon.jit(do_not_specialize=[*INTEGERS, "limit"], do_not_specialize_on_alignment=UNALIGNED)
+def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_desc, results_desc, z_desc, x_desc, shared_hidden_desc,
+                    shared_hidden_store_desc, shared_up_0, shared_down_0, shared_z_0, shared_up_1, shared_down_1, shared_z_1,
+                    x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, tokens_per_expert, num_tiles_ptr, topk_weights, bias_up, bias_down,
+                    gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, E, num_shared, x_stride_8, capacity, group_tiles,
+                    row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
+                    SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, DEBUG: gl.constexpr,
+                    OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    pipe = Pipe(gl.allocate_shared_memory(gl.bfloat16, [NUM_STAGES, BLOCK_M, BLOCK_K], rows_desc.layout),
+                gl.allocate_shared_memory(gl.bfloat16, [NUM_STAGES, BLOCK_N, BLOCK_K], B_LAYOUT),
+                gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER),
+                gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER))
+    out_0 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], results_desc.layout),
+                    gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
+    out_1 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], results_desc.layout),
+                    gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(pipe.load_ready.index(i), count=1)
+        mbarrier.init(pipe.load_empty.index(i), count=2)
+    mbarrier.init(pipe.lead.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(out_0.full.index(i), count=1)
+        mbarrier.init(out_0.empty.index(i), count=1)
+        mbarrier.init(out_1.full.index(i), count=1)
+        mbarrier.init(out_1.empty.index(i), count=1)
+
+    counters = _begin_launch(state, capacity)
+    s = Schedule(H, I, shared_I_0, shared_I_1, T, num_shared, gl.load(num_tiles_ptr), group_tiles, row_ring, hidden_ring)
+    flags = Flags(state, counters, capacity, SET_HEADER + 2 * capacity + num_shared * token_tiles(s))
+    loose = gl.where(_count_valid(tokens_per_expert, E) == T * K, 0, gl.cdiv(T, TICKET_ROWS))
+    t = Tokens(out, results, row_to_slot, slot_to_row, topk_weights, x, x_stride_8 * 8, gate_0, gate_1, gated,
+               shared_results_row, K, loose)
+    descs = (hidden_store_desc, shared_hidden_store_desc, results_desc, z_desc, shared_z_0, shared_z_1)
+    gl.warp_specialize([
+        (_consumer, (s, flags, pipe, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
+                     0, SAVE_Z, STAGGER, OMIT, DEBUG)),
+        (_consumer, (s, flags, pipe, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
+                     1, SAVE_Z, STAGGER, OMIT, DEBUG)),
+        (producer, (s, flags, pipe, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
+                    shared_up_1, shared_down_1, tile_to_expert, DEBUG)),
+        (storer, (s, flags, out_0, out_1, descs, row_to_slot, shared_results_row, SAVE_Z, DEBUG)),
+        (mover, (s, flags, t, ring, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),
+    ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
+    _poison_after_abort(state, out, T, H)
+
+
+@gluon.jit
+def _poison_after_abort(state, out, T, H):
+    """Rule 8: after a time-out no output may look like a result."""
+    if gl.load(state + CONTROL_ABORT, volatile=True) != 0:
+        columns = gl.arange(0, 1024, layout=gl.BlockedLayout([8], [32], [4], [0]))
+        for token in range(gl.program_id(0), T, gl.num_programs(0)):
+            for c in range(0, H, 1024):
+                gl.store(out + token.to(gl.int64) * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)

@@ -1,0 +1,418 @@
+"""GEMM side of the forward kernel: the TMA producer, the two tensor-core consumers with their epilogues, and the storer that publishes tiles.
+
+One task is a 128 x 256 tile of C = A @ B.T. Consumer warpgroup w computes rows 64w..64w+63 of it as one 64 x 256 accumulator (wgmma
+m64n256k16), so that in a gate/up task columns 0..127 are gate and 128..255 up of the same hidden units and meet in one thread.
+
+Barriers in shared memory (all mbarriers; phase of use i of a ring of N is (i // N) & 1):
+  load_ready[s]   stage s holds A and B: the TMA engine's bytes have arrived                     producer -> consumers
+  load_empty[s]   both consumers are done with stage s (count 2)                                  consumers -> producer
+  out_full[w][b]  buffer b of consumer w holds a 64 x 64 chunk, fenced for the TMA engine         consumer w -> storer
+  out_empty[w][b] the TMA engine has read buffer b of consumer w                                  storer -> consumer w
+  lead            consumer 0 has finished the first STAGGER k-steps of a task                     consumer 0 -> consumer 1
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .compat import aggregate, thread_barrier, tma_load, tma_store, tma_store_wait
+from .sync import WAIT_HIDDEN, WAIT_HIDDEN_SLOT, WAIT_ROWS, add_release, fence_proxy, fresh, load_acquire, nap, stores_complete, wait_at_least
+from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, counter_of, down_columns, locate, num_phases, seek, token_tiles, up_columns_of, width_of
+
+NUM_STAGES = gl.constexpr(4)
+CHUNK = gl.constexpr(64)                 # columns (and rows) of a store: 8 KB, two buffers for each consumer
+STAGE_BYTES = gl.constexpr(49152)        # (128 + 256) * 64 bf16: TMA counts whole boxes, also where they hang over an edge
+COPY_PARTS = gl.constexpr(8)             # pieces of 16 rows in which movers fill a row tile
+SET_HEADER = gl.constexpr(16)            # words of a counter set before its counters; word 0 is the combine ticket
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+# How a task addresses its weights
+UP_ROUTED = gl.constexpr(0)
+DOWN_ROUTED = gl.constexpr(1)
+UP_SHARED = gl.constexpr(2)
+DOWN_SHARED = gl.constexpr(3)
+
+# Run-time activation numbers; launch.ACTIVATION_IDS has the names
+ACT_SWIGLU = gl.constexpr(0)
+ACT_SWIGLU_OAI = gl.constexpr(1)
+ACT_GEGLU = gl.constexpr(2)
+ACT_REGLU = gl.constexpr(3)
+
+
+@aggregate
+class Pipe:
+    """Shared memory of a CTA: load stages, store buffers of both consumers, and their barriers."""
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    load_ready: gl.shared_memory_descriptor
+    load_empty: gl.shared_memory_descriptor
+    lead: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, load_ready, load_empty, lead):
+        self.a = a
+        self.b = b
+        self.load_ready = load_ready
+        self.load_empty = load_empty
+        self.lead = lead
+
+
+@aggregate
+class OutPipe:
+    """One consumer's two store buffers."""
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+
+
+@aggregate
+class Flags:
+    """Readiness counters in global memory, one int32 a row tile, routed tiles first; `control` also holds the abort flag and the spin limit.
+
+    counters + 0: combine ticket. From SET_HEADER on, `capacity` words of rows_ready, then hidden_ready, then (from `results_at` on) results_ready.
+    """
+    control: gl.tensor
+    counters: gl.tensor
+    capacity: gl.tensor
+    results_at: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, control, counters, capacity, results_at):
+        self.control = control
+        self.counters = counters
+        self.capacity = capacity
+        self.results_at = results_at
+
+
+@gluon.jit
+def rows_ready(flags):
+    """COPY_PARTS when a routed tile's rows are in the ring."""
+    return flags.counters + SET_HEADER
+
+
+@gluon.jit
+def hidden_ready(flags):
+    """Gate/up tasks of a tile that are stored, so also those that will not read its rows again."""
+    return flags.counters + SET_HEADER + flags.capacity
+
+
+@gluon.jit
+def results_ready(flags):
+    """Down tasks of a tile that are stored, so also those that will not read its h again."""
+    return flags.counters + flags.results_at
+
+
+@gluon.jit
+def _input_counter(s, flags, down, slot, tile):
+    """(counter, target) that a task's A operand waits for; target 0 where it needs no wait (shared gate/up reads x itself)."""
+    up_target = gl.where(slot < 0, COPY_PARTS, 0)
+    target = gl.where(down, up_columns_of(s, slot), up_target)
+    hidden = hidden_ready(flags) + counter_of(s, slot, tile, flags.capacity)
+    return gl.where(down, hidden, rows_ready(flags) + gl.where(slot < 0, tile, 0)), target
+
+
+@gluon.jit
+def _load_steps(a_desc, a_row, w_desc, expert, column, steps, pipe, it, next_counter, KIND: gl.constexpr):
+    """Issue the loads of one task; also poll the next task's counter where the ring has just been filled and there is time to spare."""
+    next_seen = it * 0 - 1
+    for k in range(steps):
+        stage = it % NUM_STAGES
+        mbarrier.wait(pipe.load_empty.index(stage), ((it // NUM_STAGES) & 1) ^ 1)
+        ready = pipe.load_ready.index(stage)
+        mbarrier.expect(ready, STAGE_BYTES)
+        tma_load(a_desc, [a_row, k * BLOCK_K], ready, pipe.a.index(stage))
+        b = pipe.b.index(stage)
+        if KIND == UP_ROUTED:
+            tma_load(w_desc, [expert, 0, column * HALF_N, k * BLOCK_K], ready, b.reshape([1, 2, HALF_N, BLOCK_K]))
+        elif KIND == DOWN_ROUTED:
+            tma_load(w_desc, [expert, column * BLOCK_N, k * BLOCK_K], ready, b.reshape([1, BLOCK_N, BLOCK_K]))
+        elif KIND == UP_SHARED:
+            tma_load(w_desc, [0, column * HALF_N, k * BLOCK_K], ready, b.reshape([2, HALF_N, BLOCK_K]))
+        else:
+            tma_load(w_desc, [column * BLOCK_N, k * BLOCK_K], ready, b)
+        it += 1
+        if k == NUM_STAGES - 1:
+            next_seen = load_acquire(next_counter)
+    return it, next_seen
+
+
+@gluon.jit
+def producer(s, flags, pipe, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0, shared_up_1,
+             shared_down_1, tile_to_expert, DEBUG: gl.constexpr):
+    """Loads A and B of every task, in order, through the stages. Rules 1 and 2, reader: acquire, proxy fence, TMA load, all in this warp."""
+    it = gl.program_id(0) * 0
+    grid = gl.num_programs(0)
+    phase, index = seek(s, it, gl.program_id(0))
+    down, slot, tile, column = locate(s, phase, index)
+    expert = gl.load(tile_to_expert + tile, mask=(phase < num_phases(s)) & (slot < 0), other=0)
+    seen = it - 1
+    while phase < num_phases(s):
+        next_phase, next_index = seek(s, phase, index + grid)
+        next_down, next_slot, next_tile, next_column = locate(s, next_phase, next_index)
+        another = next_phase < num_phases(s)
+        next_expert = gl.load(tile_to_expert + next_tile, mask=another & (next_slot < 0), other=0)
+        counter, target = _input_counter(s, flags, down, slot, tile)
+        next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
+        next_counter = gl.where(another, next_counter, counter)
+        nap(index + phase, DEBUG)
+        if seen < target:
+            if down:
+                wait_at_least(counter, target, flags.control, WAIT_HIDDEN, tile)
+            else:
+                wait_at_least(counter, target, flags.control, WAIT_ROWS, tile)
+        fence_proxy(tile)
+        if down:
+            steps = gl.cdiv(width_of(s, slot), BLOCK_K)
+            if slot < 0:
+                it, seen = _load_steps(hidden_desc, tile % s.hidden_ring * BLOCK_M, down_desc, expert, column, steps, pipe, it, next_counter,
+                                       DOWN_ROUTED)
+            else:
+                row = (slot * token_tiles(s) + tile) * BLOCK_M
+                if slot == 0:
+                    it, seen = _load_steps(shared_hidden_desc, row, shared_down_0, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
+                else:
+                    it, seen = _load_steps(shared_hidden_desc, row, shared_down_1, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
+        else:
+            steps = gl.cdiv(fresh(s.H), BLOCK_K)
+            if slot < 0:
+                it, seen = _load_steps(rows_desc, tile % s.row_ring * BLOCK_M, up_desc, expert, column, steps, pipe, it, next_counter, UP_ROUTED)
+            elif slot == 0:
+                it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_0, expert, column, steps, pipe, it, next_counter, UP_SHARED)
+            else:
+                it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_1, expert, column, steps, pipe, it, next_counter, UP_SHARED)
+        phase, index, down, slot, tile, column, expert = next_phase, next_index, next_down, next_slot, next_tile, next_column, next_expert
+
+
+@gluon.jit
+def second_half_is_padding(row_to_slot, slot, tile, valid):
+    """Whether rows 64..127 of a routed tile are all padding (valid rows come first); they are then neither multiplied nor stored."""
+    return gl.load(row_to_slot + tile * BLOCK_M + BLOCK_M // 2, mask=valid & (slot < 0), other=0) < 0
+
+
+@gluon.jit
+def _halves(value, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Left and right half of a register tile; both stay in the registers that held them."""
+    left, right = value.reshape([ROWS, 2, COLUMNS // 2]).permute(0, 2, 1).split()
+    return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _with_bias(value, bias, column, limit, LAYOUT: gl.constexpr):
+    """value + bias[column..], in fp32; columns at or beyond `limit` get 0."""
+    columns = column + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+    return value + gl.load(bias + columns, mask=columns < limit, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def activate(g, u, activation, limit):
+    """h = act(g, u) in fp32 (DESIGN 2). `limit` is infinite where there is no clamp; comparisons keep NaN, which a min or max would drop."""
+    activation = fresh(activation)
+    if activation == ACT_GEGLU:
+        h = 0.5 * g * (1.0 + gl.erf(g * 0.7071067811865476)) * u
+    elif activation == ACT_REGLU:
+        h = gl.where(g <= 0.0, 0.0, g) * u
+    else:
+        g = gl.where(g > limit, limit, g)
+        u = gl.where(u > limit, limit, gl.where(u < -limit, -limit, u))
+        oai = activation == ACT_SWIGLU_OAI
+        u = gl.where(oai, u + 1.0, u)
+        h = g / (1.0 + gl.exp2(g * gl.where(oai, -1.702 * LOG2_E, -LOG2_E))) * u
+    return h
+
+
+@gluon.jit
+def _put(value, out, ot):
+    """Hand one 64 x 64 bf16 chunk to the storer. The fence makes these ordinary stores visible to the TMA engine before the barrier does."""
+    b = ot % 2
+    mbarrier.wait(out.empty.index(b), ((ot // 2) & 1) ^ 1)
+    out.buffers.index(b).store(value)
+    fence_async_shared()
+    mbarrier.arrive(out.full.index(b))
+    return ot + 1
+
+
+@gluon.jit
+def _up_chunk(g, u, bias, has_bias, column, s, activation, limit, out, ot, LAYOUT: gl.constexpr, SAVE_Z: gl.constexpr):
+    """Bias, rounding of z, activation of the rounded z, rounding of h; 64 hidden columns."""
+    if has_bias:
+        g = _with_bias(g, bias, column, s.I, LAYOUT)
+        u = _with_bias(u, bias + fresh(s.I), column, s.I, LAYOUT)
+    gz = g.to(gl.bfloat16)
+    uz = u.to(gl.bfloat16)
+    if SAVE_Z:
+        ot = _put(gz, out, ot)
+        ot = _put(uz, out, ot)
+    h = activate(gz.to(gl.float32), uz.to(gl.float32), activation, limit)
+    return _put(h.to(gl.bfloat16), out, ot)
+
+
+@gluon.jit
+def _down_chunk(y, bias, has_bias, column, s, out, ot, LAYOUT: gl.constexpr):
+    if has_bias:
+        y = _with_bias(y, bias, column, s.H, LAYOUT)
+    return _put(y.to(gl.bfloat16), out, ot)
+
+
+@gluon.jit
+def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr):
+    """k-steps begin..end-1 of a task: one step stays in flight while the stage of the one before it is given back."""
+    for k in range(begin, end):
+        stage = it % NUM_STAGES
+        mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
+        acc = warpgroup_mma(pipe.a.index(stage).slice(WG * 64, 64), pipe.b.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 1) % NUM_STAGES), pred=k > 0)
+        it += 1
+    return acc, it
+
+
+@gluon.jit
+def consume(s, flags, pipe, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, row_to_slot,
+            WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
+    """All GEMM tasks of this CTA, rows 64*WG.. of each.
+
+    Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
+    """
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    it = gl.program_id(0) * 0
+    ot = it
+    leads = it
+    grid = gl.num_programs(0)
+    phase, index = seek(s, it, gl.program_id(0))
+    idle = False
+    if WG == 1:
+        _, first_slot, first_tile, _ = locate(s, phase, index)
+        idle = second_half_is_padding(row_to_slot, first_slot, first_tile, phase < num_phases(s))
+    while phase < num_phases(s):
+        down, slot, tile, column = locate(s, phase, index)
+        next_idle = False
+        if WG == 1:                       # asked for one task ahead, so that the answer is there when the task starts
+            next_phase, next_index = seek(s, phase, index + grid)
+            _, next_slot, next_tile, _ = locate(s, next_phase, next_index)
+            next_idle = second_half_is_padding(row_to_slot, next_slot, next_tile, next_phase < num_phases(s))
+        nap(index + phase + WG * 7, DEBUG)
+        steps = gl.cdiv(gl.where(down, width_of(s, slot), fresh(s.H)), BLOCK_K)
+        # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
+        staggered = steps >= NUM_STAGES
+        if STAGGER > 0 and WG == 1:
+            mbarrier.wait(pipe.lead.index(0), leads & 1, pred=staggered)
+            leads += staggered.to(gl.int32)
+        if idle:
+            for _ in range(steps):
+                stage = it % NUM_STAGES
+                mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
+                mbarrier.arrive(pipe.load_empty.index(stage))
+                it += 1
+        else:
+            acc = gl.zeros([64, BLOCK_N], gl.float32, ACC)
+            if STAGGER > 0 and WG == 0:
+                first = gl.minimum(steps, STAGGER)
+                acc, it = _multiply(pipe, acc, it, 0, first, WG)
+                mbarrier.arrive(pipe.lead.index(0), pred=staggered)
+                acc, it = _multiply(pipe, acc, it, first, steps, WG)
+            else:
+                acc, it = _multiply(pipe, acc, it, 0, steps, WG)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 1) % NUM_STAGES))
+            left, right = _halves(acc, 64, BLOCK_N, HALF)
+            left_0, left_1 = _halves(left, 64, HALF_N, QUARTER)
+            right_0, right_1 = _halves(right, 64, HALF_N, QUARTER)
+            expert = tile
+            if (fresh(has_bias_up) + has_bias_down > 0) & (slot < 0):
+                expert = gl.load(tile_to_expert + tile)
+            if down:
+                bias = bias_down + expert.to(gl.int64) * s.H
+                biased = (fresh(has_bias_down) > 0) & (slot < 0)
+                ot = _down_chunk(left_0, bias, biased, column * BLOCK_N, s, out, ot, QUARTER)
+                ot = _down_chunk(left_1, bias, biased, column * BLOCK_N + CHUNK, s, out, ot, QUARTER)
+                ot = _down_chunk(right_0, bias, biased, column * BLOCK_N + 2 * CHUNK, s, out, ot, QUARTER)
+                ot = _down_chunk(right_1, bias, biased, column * BLOCK_N + 3 * CHUNK, s, out, ot, QUARTER)
+            else:
+                bias = bias_up + expert.to(gl.int64) * (2 * fresh(s.I))
+                biased = (fresh(has_bias_up) > 0) & (slot < 0)
+                ot = _up_chunk(left_0, right_0, bias, biased, column * HALF_N, s, activation, limit, out, ot, QUARTER, SAVE_Z)
+                ot = _up_chunk(left_1, right_1, bias, biased, column * HALF_N + CHUNK, s, activation, limit, out, ot, QUARTER, SAVE_Z)
+        phase, index = seek(s, phase, index + grid)
+        if WG == 1:
+            idle = next_idle
+
+
+@gluon.jit
+def _store_chunk(desc, coord, out, ot, fresh, IS_Z: gl.constexpr):
+    """Store one chunk; the chunk before it (unless `fresh`: none in this task) has then been read, so its buffer is given back."""
+    b = ot % 2
+    mbarrier.wait(out.full.index(b), (ot // 2) & 1)
+    source = out.buffers.index(b)
+    if IS_Z:
+        source = source.reshape([CHUNK, 1, CHUNK])
+    tma_store(desc, coord, source)
+    tma_store_wait(1)
+    if not fresh:
+        mbarrier.arrive(out.empty.index(b ^ 1))
+    return ot + 1
+
+
+@gluon.jit
+def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
+    """All chunks of one consumer's 64 rows, in the order in which it hands them over. rows: first row in (z, h, results)."""
+    hidden_desc, shared_hidden_desc, results_desc, z_desc, shared_z_0, shared_z_1 = descs
+    z_row, hidden_row, result_row = rows
+    if down:
+        for c in gl.static_range(4):
+            ot = _store_chunk(results_desc, [result_row, column * BLOCK_N + c * CHUNK], out, ot, c == 0, False)
+    else:
+        for c in gl.static_range(2):
+            at = column * HALF_N + c * CHUNK
+            if SAVE_Z:
+                for half in gl.static_range(2):
+                    if slot < 0:
+                        ot = _store_chunk(z_desc, [z_row, half, at], out, ot, c + half == 0, True)
+                    elif slot == 0:
+                        ot = _store_chunk(shared_z_0, [z_row, half, at], out, ot, c + half == 0, True)
+                    else:
+                        ot = _store_chunk(shared_z_1, [z_row, half, at], out, ot, c + half == 0, True)
+            if slot < 0:
+                ot = _store_chunk(hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
+            else:
+                ot = _store_chunk(shared_hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
+    return ot
+
+
+@gluon.jit
+def storer(s, flags, out_0, out_1, descs, row_to_slot, shared_results_row, SAVE_Z: gl.constexpr, DEBUG: gl.constexpr):
+    """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
+
+    A tile's place in the ring of h is free when the tile that held it before has all its results; that wait stands before the consumers'
+    output is due, off the critical path (rule 6: results_ready of a tile also says that its h has been read).
+    """
+    ot_0 = gl.program_id(0) * 0
+    ot_1 = ot_0
+    grid = gl.num_programs(0)
+    phase, index = seek(s, ot_0, gl.program_id(0))
+    while phase < num_phases(s):
+        down, slot, tile, column = locate(s, phase, index)
+        idle = second_half_is_padding(row_to_slot, slot, tile, True)
+        counter = counter_of(s, slot, tile, flags.capacity)
+        if (slot < 0) & (tile >= s.hidden_ring) & (phase % 2 == 0):
+            wait_at_least(results_ready(flags) + tile - s.hidden_ring, down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
+        nap(index + phase + 3, DEBUG)
+        tile_row = tile * BLOCK_M
+        hidden_row = gl.where(slot < 0, tile % s.hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)
+        result_row = tile_row + gl.where(slot < 0, 0, shared_results_row + slot * token_tiles(s) * BLOCK_M)
+        ot_0 = _store_half(down, slot, (tile_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
+        if not idle:
+            ot_1 = _store_half(down, slot, (tile_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)
+        stores_complete(tile)
+        mbarrier.arrive(out_0.empty.index((ot_0 + 1) % 2))
+        mbarrier.arrive(out_1.empty.index((ot_1 + 1) % 2), pred=idle == 0)
+        fence_proxy(tile)
+        thread_barrier()
+        add_release(gl.where(down, results_ready(flags), hidden_ready(flags)) + counter, 1)
+        phase, index = seek(s, phase, index + grid)

@@ -1,0 +1,253 @@
+"""Host side of the forward kernel: descriptors, scratch, counters and the cooperative launch; never waits for the GPU."""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...config import Overlap
+from ...plan import RoutingPlan
+from ...runtime import runtime
+from ..protocol import MoETensors, PassOptions, Saved
+from .compat import COMPILE_OPTIONS
+from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kernel
+from .state import launch_state
+
+TILE = 128                                    # rows of a row tile; equals tasks.BLOCK_M
+ACTIVATION_IDS = {"swiglu": 0, "swiglu_oai": 1, "geglu": 2, "reglu": 3}
+LAUNCH = {"num_warps": 4, "launch_cooperative_grid": True, **COMPILE_OPTIONS}
+
+# Box of each descriptor argument, in elements; every inner dimension is 64 bf16 = one 128-byte swizzle row.
+BOXES = {"rows_desc": (128, 64), "up_desc": (1, 2, 128, 64), "hidden_desc": (128, 64), "hidden_store_desc": (64, 64), "down_desc": (1, 256, 64),
+         "results_desc": (64, 64), "z_desc": (64, 1, 64), "x_desc": (128, 64), "shared_hidden_desc": (128, 64), "shared_hidden_store_desc": (64, 64),
+         "shared_up_0": (2, 128, 64), "shared_down_0": (256, 64), "shared_z_0": (64, 1, 64), "shared_up_1": (2, 128, 64), "shared_down_1": (256, 64),
+         "shared_z_1": (64, 1, 64)}
+LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4)}
+_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32"}
+_ALIGNED = ("x", "ring", "results", "out", *WIDTHS)
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Row tiles of a group (G) and of the rings of x rows and of h. Any values with row_ring >= G and hidden_ring >= 2 G give the same bits."""
+    group: int
+    row_ring: int
+    hidden_ring: int
+
+    def __post_init__(self) -> None:
+        # A ring shorter than this waits for tasks that stand later in the order: a deadlock.
+        if self.group < 1 or self.row_ring < self.group or self.hidden_ring < 2 * self.group:
+            raise ValueError(f"{self} must have group >= 1, row_ring >= group and hidden_ring >= 2 * group")
+
+
+def granularity(overlap: Overlap | None, I: int) -> Granularity:
+    """The group that `overlap` asks for, or the measured default (H200, 2026-11-30): 16 tiles, 8 where I makes a group's weights outgrow L2."""
+    if overlap is not None and overlap.minibatch_rows is not None:
+        group = overlap.minibatch_rows // TILE
+    else:
+        group = 16 if I <= 8192 else 8
+    return Granularity(group, 2 * group, 3 * group)
+
+
+def mover_warps(overlap: Overlap | None) -> int:
+    """Compiled numbers of mover warps are 1 and 2: more than 2 asked for run as 2; default 2."""
+    asked = 2 if overlap is None or overlap.mover_warps is None else overlap.mover_warps
+    return next(warps for warps in MOVER_WARPS if warps >= min(asked, MOVER_WARPS[-1]))
+
+
+@dataclass(frozen=True)
+class ScratchSizes:
+    """Elements (bf16) of each scratch buffer of one forward launch. Their sum times 2 is `bytes`; counters add 32 bytes a row tile, once."""
+    ring: int
+    hidden: int
+    results: int
+    shared_hidden: int
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.ring + self.hidden + self.results + self.shared_hidden)
+
+
+def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], grain: Granularity) -> ScratchSizes:
+    """Scratch of one launch: ring of x rows, ring of h, results of every routed row and of every shared expert, h of the shared experts."""
+    tiles = rows // TILE
+    token_rows = (T + TILE - 1) // TILE * TILE * len(shared_widths)
+    return ScratchSizes(ring=min(grain.row_ring, tiles) * TILE * H, hidden=min(grain.hidden_ring, tiles) * TILE * I,
+                        results=(rows + token_rows) * H, shared_hidden=token_rows * max(shared_widths, default=0))
+
+
+def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig | None = None, grain: Granularity | None = None,
+            reserve_sms: int | None = None) -> tuple[Tensor, Saved]:
+    """One launch of the forward pass on x's device and current stream: y (T, H) and what backward needs. `config`, `grain`: for tests and tuning.
+
+    Raises ValueError where reserve_sms leaves no multiprocessor.
+    """
+    x = tensors.x
+    T, H = x.shape
+    I = tensors.w_down.shape[2]
+    widths = [expert.w_down.shape[1] for expert in tensors.shared]
+    out = torch.empty((T, H), dtype=x.dtype, device=x.device)
+    rows = plan.num_rows
+    saved_rows, saved_tokens = (rows, T) if options.save_for_backward else (0, 0)
+    z = torch.empty((saved_rows, 2 * I), dtype=x.dtype, device=x.device)
+    shared_z = torch.empty((saved_tokens, 2 * sum(widths)), dtype=x.dtype, device=x.device)
+    if T == 0:
+        return out, Saved(z, shared_z)
+    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap))
+    grain = grain or granularity(options.overlap, I)
+    if reserve_sms is None:
+        reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
+    sizes = scratch_sizes(T, H, I, rows, widths, grain)
+    scratch = torch.empty(sizes.bytes // 2, dtype=x.dtype, device=x.device)
+    with torch.cuda.device(x.device):
+        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain)
+        constexprs = config.constexprs()
+        blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **constexprs, **LAUNCH))
+        if reserve_sms >= blocks:
+            raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
+        _forward_kernel[(blocks - reserve_sms,)](*arguments, **constexprs, **LAUNCH)
+    return out, Saved(z, shared_z)
+
+
+def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
+               sizes: ScratchSizes, grain: Granularity) -> list[Any]:
+    """The kernel's run-time arguments, in its order."""
+    ring, hidden, results, shared_hidden = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden])
+    x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
+    T, H = x.shape
+    I = tensors.w_down.shape[2]
+    rows, tiles = plan.num_rows, plan.num_rows // TILE
+    count = len(tensors.shared)
+    token_tiles = (T + TILE - 1) // TILE
+    dummy = descriptor("results_desc", results, (TILE, H), (H, 1))
+    descriptors = dict.fromkeys(BOXES, dummy)
+    descriptors["rows_desc"] = descriptor("rows_desc", ring, (max(sizes.ring // H, 1), H), (H, 1))
+    up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
+    E = up.shape[0]
+    descriptors["up_desc"] = descriptor("up_desc", up, (E, 2, I, H), (up.stride(0), I * up.stride(1), up.stride(1), 1))
+    descriptors["down_desc"] = descriptor("down_desc", down, (E, H, I), down.stride())
+    for name in ("hidden_desc", "hidden_store_desc"):
+        descriptors[name] = descriptor(name, hidden, (sizes.hidden // I, I), (I, 1))
+    descriptors["results_desc"] = descriptor("results_desc", results, (rows + count * token_tiles * TILE, H), (H, 1))
+    save = options.save_for_backward
+    if save:
+        descriptors["z_desc"] = descriptor("z_desc", z, (rows, 2, I), (2 * I, I, 1))
+    if count:
+        _shared_descriptors(descriptors, tensors, x, shared_z if save else None, shared_hidden, count * token_tiles * TILE)
+    for name, box in BOXES.items():
+        if descriptors[name] is dummy and name != "results_desc":
+            descriptors[name] = descriptor(name, results, (1,) * (len(box) - 1) + (16,), (16,) * (len(box) - 1) + (1,))
+    widths = [expert.w_down.shape[1] for expert in tensors.shared] + [0, 0]
+    gates = [out if expert.gate_weight is None else expert.gate_weight.contiguous() for expert in tensors.shared] + [out, out]
+    gated = sum(1 << i for i, expert in enumerate(tensors.shared) if expert.gate_weight is not None)
+    limit = options.swiglu_limit
+    if limit is None:
+        limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
+    state, capacity = launch_state(x.device, max(tiles, 4 * token_tiles * count))
+    biases = [out if bias is None else bias.contiguous() for bias in (tensors.b_gate_up, tensors.b_down)]
+    return [*(descriptors[name] for name in BOXES), x, ring, results, out, plan.row_to_slot, plan.slot_to_row, plan.tile_to_expert,
+            plan.tokens_per_expert, plan.num_tiles, tensors.topk_weights.contiguous(), *biases, gates[0], gates[1], state,
+            H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], E, count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
+            grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, ACTIVATION_IDS[options.activation],
+            float(limit)]
+
+
+def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,
+                        shared_rows: int) -> None:
+    """Fill in what shared experts need: x itself, their h, weights and z."""
+    T, H = x.shape
+    widths = [expert.w_down.shape[1] for expert in tensors.shared]
+    descriptors["x_desc"] = descriptor("x_desc", x, (T, H), x.stride())
+    for name in ("shared_hidden_desc", "shared_hidden_store_desc"):
+        descriptors[name] = descriptor(name, shared_hidden, (shared_rows, max(widths)), (max(widths), 1))
+    for i, expert in enumerate(tensors.shared):
+        up, down = tma_readable(expert.w_gate_up), tma_readable(expert.w_down)
+        descriptors[f"shared_up_{i}"] = descriptor(f"shared_up_{i}", up, (2, widths[i], H), (widths[i] * up.stride(0), up.stride(0), 1))
+        descriptors[f"shared_down_{i}"] = descriptor(f"shared_down_{i}", down, (H, widths[i]), down.stride())
+        if shared_z is not None:
+            part = shared_z[:, 2 * sum(widths[:i]):]
+            descriptors[f"shared_z_{i}"] = descriptor(f"shared_z_{i}", part, (T, 2, widths[i]), (shared_z.stride(0), widths[i], 1))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Address and dtype, which is all that a descriptor needs of a tensor: a cached descriptor must not keep its memory alive."""
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)
+def _descriptor(name: str, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorDescriptor:
+    box = BOXES[name]
+    return TensorDescriptor(_Memory(address, torch.bfloat16), list(shape), list(strides), list(box), LAYOUTS[len(box)])
+
+
+def descriptor(name: str, tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> TensorDescriptor:
+    """A cached TMA descriptor of bf16 memory that starts where `tensor` does."""
+    return _descriptor(name, tensor.data_ptr(), tuple(shape), tuple(strides))
+
+
+def tma_readable(weight: Tensor) -> Tensor:
+    """The weight itself where TMA can read it (inner stride 1, other strides and address multiples of 16 bytes, rows not overlapping), else a copy."""
+    strides = weight.stride()
+    good = strides[-1] == 1 and all(s % 8 == 0 and s >= weight.shape[-1] for s in strides[:-1]) and weight.data_ptr() % 16 == 0
+    return weight if good else weight.contiguous()
+
+
+def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
+    """x itself where movers can read its rows in 16-byte vectors (any row stride that is a multiple of 8, also 0), else a copy."""
+    row, inner = x.stride()
+    good = inner == 1 and row % 8 == 0 and x.data_ptr() % 16 == 0 and (row >= x.shape[1] or not for_tma)
+    return x if good else x.contiguous()
+
+
+def resident_blocks(config: ForwardConfig, device_index: int, compile_kernel: Any) -> int:
+    """How many blocks of this variant are resident at once on the device: the occupancy query times its multiprocessors, asked once."""
+    key = ("hopper resident blocks", device_index, config)
+    if key not in runtime.scratch:
+        kernel = compile_kernel()
+        kernel._init_handles()
+        per_sm = ctypes.c_int()
+        driver = ctypes.CDLL("libcuda.so.1")
+        status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(per_sm), ctypes.c_void_p(kernel.function),
+                                                                    ctypes.c_int(32 * kernel.metadata.num_warps),
+                                                                    ctypes.c_size_t(kernel.metadata.shared))
+        if status or per_sm.value < 1:
+            raise RuntimeError(f"the forward kernel does not fit on {torch.cuda.get_device_name(device_index)}: driver status {status}, "
+                               f"{per_sm.value} blocks a multiprocessor")
+        runtime.scratch[key] = per_sm.value * torch.cuda.get_device_properties(device_index).multi_processor_count
+    return runtime.scratch[key]
+
+
+def source(config: ForwardConfig) -> GluonASTSource:
+    """One variant as Triton's compiler takes it, for compiling without a GPU: the types that a launch would give."""
+    constexprs = config.constexprs()
+    signature = {}
+    for name in _forward_kernel.arg_names:
+        if name in BOXES:
+            signature[name] = f"tensordesc<bf16{list(BOXES[name])},{LAYOUTS[len(BOXES[name])]!r}>"
+        elif name in constexprs:
+            signature[name] = "constexpr"
+        elif name in INTEGERS or name in WIDTHS:
+            signature[name] = "i32"
+        else:
+            signature[name] = "fp32" if name == "limit" else _POINTER_TYPES.get(name, "*i32")
+    aligned = {(_forward_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in _ALIGNED}
+    return GluonASTSource(_forward_kernel, signature, constexprs, aligned)
+
+
+def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
+    """(name, source, compile options) of every production variant of the forward kernel."""
+    return [(f"forward_{'train' if save else 'no_grad'}_movers{warps}", source(ForwardConfig(save, warps)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for save in (False, True) for warps in MOVER_WARPS]
