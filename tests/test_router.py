@@ -101,6 +101,8 @@ def test_ties_go_to_the_lower_id():
     assert choose([[-0.0, 0.0, -0.0, 0.0]], 3).tolist() == [[0, 1, 2]]
     equal = torch.full((1000, 128), 1 / 128)                                      # long rows of ties, where an unstable sort gives itself away
     assert (choose(equal, 6) == torch.arange(6)).all()
+    # the groups come out best first, the tie of their experts by id
+    assert choose([[0.2, 0.5, 0.5, 0.6, 0.1, 0.1]], 3, num_groups=3, topk_groups=2).tolist() == [[3, 1, 2]]
     # two groups of equal score: the lower group; inside it the lower id
     assert choose([[0.0, 0.0, 0.5, 0.5, 0.5, 0.5]], 2, num_groups=3, topk_groups=1).tolist() == [[2, 3]]
     assert choose([[0.5, 0.5, 0.0, 0.0, 0.5, 0.5]], 3, num_groups=3, topk_groups=2).tolist() == [[0, 1, 4]]
@@ -298,12 +300,12 @@ def test_update_bias_worked_example():
 
 
 def test_bias_balancing_makes_a_skewed_load_uniform():
-    router = make(balance="bias", score_function="sigmoid", num_experts=8, top_k=2, bias_update_rate=0.005)
+    router = make(balance="bias", score_function="sigmoid", num_experts=8, top_k=2, bias_update_rate=0.01)
     generator = torch.Generator().manual_seed(1)
 
     def imbalance() -> float:
-        """Largest load over mean load of one step of 1024 tokens, whose constant first feature favours the high ids."""
-        x = torch.randn(1024, H, generator=generator) * (10 / H) ** 0.5
+        """Largest load over mean load of one step of 512 tokens, whose constant first feature favours the high ids."""
+        x = torch.randn(512, H, generator=generator) * (10 / H) ** 0.5
         x[:, 0] = 1
         counts = torch.bincount(router(x).topk_ids.view(-1), minlength=8)
         router.count(counts)
@@ -312,8 +314,8 @@ def test_bias_balancing_makes_a_skewed_load_uniform():
 
     with torch.no_grad():
         router.weight[:, 0] = torch.linspace(-1.5, 1.5, 8)
-        loads = [imbalance() for _ in range(200)]
-    assert loads[0] > 2 and sum(loads[-10:]) / 10 < 1.15, (loads[0], loads[-10:])
+        loads = [imbalance() for _ in range(80)]
+    assert loads[0] > 2 and sum(loads[-10:]) / 10 < 1.25, (loads[0], loads[-10:])
 
 
 def test_load_counts_in_training_mode_only_and_adds_up_over_micro_batches():
