@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="PATH", help="a file or folder of text (default: this Python's standard library)")
     parser.add_argument("--out", metavar="FOLDER", help="folder of the new run (default: out/train-N, the first N that is free)")
     parser.add_argument("--resume", metavar="FOLDER", help="continue the run in this folder; its settings hold, --steps may be raised")
+    parser.add_argument("--audit", metavar="FILE", help="write a record of every step's digests, that mok audit can check, replay and compare; "
+                                                        "with --resume: the record of that run, to continue")
     add_device_argument(parser)
     for name, (kind, text) in _SETTINGS.items():
         default = "" if name == "precision" else f" (default: {_DEFAULTS[name]})"
@@ -72,6 +74,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
+    from ..lm.audit import RunAudit
     from ..lm.data import bigram_loss
     from ..lm.run_folder import RunFolder
     from ..lm.trainer import Trainer, fit
@@ -84,11 +87,13 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             path = _new_folder(arguments.out)
             trainer = Trainer(settings, corpus, device)
             folder = RunFolder.create(path, {"settings": asdict(settings), "data": data})
+            audit = RunAudit.begin(trainer, arguments.audit, data) if arguments.audit is not None else None
         else:
             folder = RunFolder.open(Path(arguments.resume))
             settings, corpus = _resumed_run(arguments, folder)
             trainer = Trainer(settings, corpus, device)
             trainer.load(folder)
+            audit = RunAudit.resume(trainer, arguments.audit, _data_path(arguments, folder)) if arguments.audit is not None else None
             folder.truncate_metrics(trainer.step)
         bigram = bigram_loss(corpus, trainer.validation)
         _print_start(output, trainer, folder, bigram)
@@ -96,6 +101,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         with output.bar("training", settings.steps, trainer.step) as display.bar:
             finished = fit(trainer, folder, display, stop)
         result = _finish(output, trainer, folder, bigram, finished)
+        if audit is not None:
+            result["audit"] = {"file": arguments.audit, "hash": audit.close(finished)}
+            output.line(f"record: {arguments.audit}, closed with hash {result['audit']['hash']}; check it with: mok audit replay {arguments.audit}")
     result["seconds"] = round(time.perf_counter() - started, 1)
     output.finish(result)
     if not finished:
@@ -105,6 +113,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _new_run(arguments: argparse.Namespace, device: Any) -> tuple[TrainSettings, Corpus, str | None]:
+    from ..audit import RecordWriter
     from ..lm.data import load_corpus
     from ..lm.trainer import TrainSettings, native_precision
 
@@ -113,8 +122,16 @@ def _new_run(arguments: argparse.Namespace, device: Any) -> tuple[TrainSettings,
     settings = TrainSettings(**given)
     if arguments.out is not None:
         _new_folder(arguments.out)                       # refuse before the text is read
-    data = None if arguments.data is None else str(Path(arguments.data).absolute())
-    return settings, load_corpus(arguments.data), data
+    if arguments.audit is not None:
+        RecordWriter.check_free(arguments.audit)
+    return settings, load_corpus(arguments.data), _data_path(arguments)
+
+
+def _data_path(arguments: argparse.Namespace, folder: RunFolder | None = None) -> str | None:
+    """Where the text is, as a later command finds it from any folder; None = the standard library."""
+    if arguments.data is not None:
+        return str(Path(arguments.data).absolute())
+    return None if folder is None else folder.settings().get("data")
 
 
 def _new_folder(out: str | None) -> Path:

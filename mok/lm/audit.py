@@ -78,12 +78,14 @@ class Verdict:
     """What a replay found. steps: steps run and found equal, of `recorded`. difference: the first entry that differs (first = as recorded).
 
     not_comparable: why the run's bits may rightly differ here, empty where they may not; nothing was run then, unless it was asked for anyway.
+    was_run: whether it was.
     """
 
     steps: int
     recorded: int
     difference: Difference | None = None
     not_comparable: tuple[str, ...] = ()
+    was_run: bool = True
 
 
 def replay(record: Record, *, data: str | None = None, steps: int | None = None, anyway: bool = False,
@@ -99,7 +101,7 @@ def replay(record: Record, *, data: str | None = None, steps: int | None = None,
     if header.get("ranks") != 1:
         raise NotImplementedError(f"replaying a run on {header.get('ranks')} ranks is not supported")
     if header["device"] == "cuda" and not torch.cuda.is_available():
-        return Verdict(0, recorded, not_comparable=("device: cuda there, no GPU here",))
+        return Verdict(0, recorded, not_comparable=("device: cuda there, no GPU here",), was_run=False)
     device = torch.device(header["device"])
     here = fingerprint(device)
     unlike = [text for line in (record.header, *record.resumes) for text in differences(here, line["fingerprint"])]
@@ -109,7 +111,7 @@ def replay(record: Record, *, data: str | None = None, steps: int | None = None,
         if corpus.digest != header["corpus"]["sha256"]:
             unlike.append(f"text: SHA-256 {header['corpus']['sha256'][:16]}... there, {corpus.digest[:16]}... here ({corpus.name!r})")
     if corpus is None or (unlike and not anyway):
-        return Verdict(0, recorded, not_comparable=tuple(dict.fromkeys(unlike)))
+        return Verdict(0, recorded, not_comparable=tuple(dict.fromkeys(unlike)), was_run=False)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(header["threads"])

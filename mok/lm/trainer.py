@@ -61,8 +61,8 @@ class TrainSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("seed", "warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:          # a NaN fails it too
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of at least 0")
         for name in ("learning_rate", "grad_clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive number")

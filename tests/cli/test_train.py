@@ -1,0 +1,162 @@
+"""`mok train`: its files and its JSON, bad input, protected folders, and Ctrl-C."""
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from support import TINY, bad_input, run_json, start, write_text
+
+from mok.cli import train
+from mok.cli.main import main
+from mok.lm.checkpoint import list_checkpoints
+from mok.lm.run_folder import RunFolder
+from mok.lm.trainer import TrainSettings
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry["loss"] for entry in RunFolder.open(folder).read_metrics() if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path]:
+    """(text, folder) of a run of four steps that is done; tests copy it."""
+    folder = tmp_path_factory.mktemp("train")
+    text = write_text(folder)
+    assert main(["train", *TINY, "--data", str(text), "--out", str(folder / "run"), "--steps", "4", "--eval-every", "2"]) == 0
+    return text, folder / "run"
+
+
+def test_a_run_writes_metrics_picture_sample_and_checkpoint(finished):
+    _, folder = finished
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [1, 2, 2, 3, 4, 4]
+    step = entries[0]
+    assert sum(map(sum, step["expert_load"])) == 2 * 2 * 4 * 32           # layers * K * sequences * bytes
+    assert 0 < step["balance"] <= 1 and step["tokens_per_s"] > 0
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert len((folder / "sample.txt").read_text()) > 100
+    assert [p.name for p in list_checkpoints(folder / "checkpoints")] == ["step-00000000", "step-00000004"]
+    assert not [p for p in folder.rglob("*") if "partial" in p.name]
+
+
+def test_json_is_one_document_on_the_last_line(tmp_path: Path, capsys):
+    text = write_text(tmp_path)
+    status, document, before = run_json(capsys, "train", *TINY, "--data", str(text), "--out", str(tmp_path / "run"), "--steps", "2")
+    assert status == 0 and document["finished"] and document["step"] == 2
+    assert document["loss"] == losses(tmp_path / "run")[-1]
+    assert document["validation_loss"] > 0 and document["bigram_validation_loss"] > 0
+    assert any("bigram model" in line and f"{document['bigram_validation_loss']:.4f}" in line for line in before)
+    assert document["settings"]["batch_size"] == 4 and document["sample"]
+
+
+def test_resume_continues_where_the_run_ended(finished, tmp_path: Path, capsys):
+    text, folder = finished
+    shutil.copytree(folder, tmp_path / "run")
+    status, document, _ = run_json(capsys, "train", "--resume", str(tmp_path / "run"), "--steps", "6", "--device", "cpu")
+    assert status == 0 and document["step"] == 6
+    assert losses(tmp_path / "run")[:4] == losses(folder) and len(losses(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--data", "{tmp}/missing"], ["data=", "does not exist"]),
+    (["--data", "{tmp}/empty"], ["data=", "found 0 bytes"]),
+    (["--data", "{tmp}/short"], ["data=", "holds 9 bytes", "seq_len + 1 = 33"]),
+    (["--config", "huge"], ["config='huge'", "tiny, small, 1b"]),
+    (["--steps", "0"], ["steps=0", "at least 1"]),
+    (["--steps", "many"], ["--steps", "'many'"]),
+    (["--precision", "int4"], ["precision='int4'", "fp32, bf16"]),
+    (["--moe-impl", "magic"], ["moe_impl='magic'", "engine, reference"]),
+    (["--device", "quantum"], ["device='quantum'", "cpu, cuda"]),
+    (["--device", "cuda:63"], ["device='cuda:63'", "GPU(s)"]),
+    (["--learning-rate", "-1"], ["learning_rate=-1.0", "positive"]),
+    (["--resume", "{tmp}"], ["resume=", "must be the folder of a run"]),
+    (["--nonsense"], ["--nonsense"]),
+])
+def test_bad_input_is_one_line_that_names_it_and_leaves_nothing(tmp_path: Path, capsys, arguments, words):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "short").write_bytes(b"0123456789")
+    out = [] if "--resume" in arguments else ["--out", str(tmp_path / "run")]
+    line = bad_input(capsys, "train", "--config", "tiny", "--device", "cpu", *out, *(a.format(tmp=tmp_path) for a in arguments))
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_run_is_not_overwritten(finished, capsys):
+    text, folder = finished
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    line = bad_input(capsys, "train", *TINY, "--data", str(text), "--out", str(folder), "--steps", "2")
+    assert "out=" in line and "already holds a run" in line and "--resume" in line
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_without_out_each_run_gets_a_new_folder(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = write_text(tmp_path)
+    for number in (1, 2):
+        _, document, _ = run_json(capsys, "train", *TINY, "--data", str(text), "--steps", "1")
+        assert document["out"] == f"out/train-{number}"
+
+
+def test_resume_refuses_what_would_change_the_run(finished, tmp_path: Path, capsys):
+    _, folder = finished
+    resume = ["train", "--resume", str(folder), "--device", "cpu"]
+    assert "seed=7 must be 0" in bad_input(capsys, *resume, "--seed", "7")
+    assert "config='small' must be 'tiny'" in bad_input(capsys, *resume, "--config", "small")
+    assert "steps=3 must be at least the 4 steps" in bad_input(capsys, *resume, "--steps", "3")
+    assert "out=" in bad_input(capsys, *resume, "--out", str(tmp_path / "elsewhere"))
+    (tmp_path / "other.txt").write_text("other text " * 100)
+    line = bad_input(capsys, *resume, "--data", str(tmp_path / "other.txt"))
+    assert "data=" in line and "the checkpoint was trained on" in line
+    assert losses(folder) == losses(folder) and len(losses(folder)) == 4
+
+
+def test_resume_refuses_a_damaged_checkpoint(finished, tmp_path: Path, capsys):
+    _, folder = finished
+    shutil.copytree(folder, tmp_path / "run")
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    file = next(newest.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    line = bad_input(capsys, "train", "--resume", str(tmp_path / "run"), "--device", "cpu")
+    assert "is corrupt" in line and file.name in line and "SHA-256" in line
+
+
+def _wait_for_steps(folder: Path, count: int, process) -> None:
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < count:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_the_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, capsys):
+    text = write_text(tmp_path)
+    # a warm-up longer than the run: the learning rate then does not depend on --steps, and the long run can be compared with a short one
+    common = ["train", *TINY, "--data", str(text), "--warmup-steps", "1000000", "--learning-rate", "1000", "--eval-every", "1000000"]
+    process = start([*common, "--out", str(tmp_path / "stopped"), "--steps", "100000", "--json"])
+    _wait_for_steps(tmp_path / "stopped", 3, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, (out, err)
+    done = len(losses(tmp_path / "stopped"))
+    assert f"stopped after step {done} of 100000; continue with: mok train --resume" in err
+    document = json.loads(out.splitlines()[-1])
+    assert document["finished"] is False and document["step"] == done
+    assert list_checkpoints(tmp_path / "stopped" / "checkpoints")[-1].name == f"step-{done:08d}"
+    assert not [p for p in tmp_path.rglob("*") if "partial" in p.name]
+
+    assert main(["train", "--resume", str(tmp_path / "stopped"), "--steps", str(done + 2), "--device", "cpu"]) == 0
+    assert main([*common, "--out", str(tmp_path / "whole"), "--steps", str(done + 2)]) == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert len(set(losses(tmp_path / "whole"))) == done + 2
+
+
+def test_documented_defaults_are_the_settings_own():
+    defaults = {field.name: field.default for field in fields(TrainSettings)}
+    assert {**train._DEFAULTS, "precision": defaults["precision"]} == defaults
+    assert set(train._SETTINGS) == set(defaults)
