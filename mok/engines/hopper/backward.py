@@ -1,0 +1,158 @@
+"""The backward pass of the layer in one launch on sm_90 (DESIGN 2 and 7).
+
+    dh = dy[token] @ w_down[e];  dz = round(w * dh * act'(z));  dx[token] = sum_k round(dz @ w_gate_up[e]) + shared experts' rows
+    dw_gate_up[e] = dz.T @ x;  dw_down[e] = dy.T @ round(w * h);  d_topk_weights = <dh, h> + <dy, b_down[e]>;  db = sums over an expert's rows
+
+Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows of the plan, G row tiles of a group. BF16, fp32 accumulation.
+Limits: `limits.unsupported_reason`. Task order: backward_tasks.py. Roles, flags and fences: docs/kernels-backward.md.
+
+Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) = 4. Everything else, the wanted gradients
+included, is a run-time value.
+"""
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .backward_gemm import CHUNK, FINISHED, NUM_STAGES, REGLU, WAIT_FINISH, BackwardFlags, BackwardPipe, Rows, consume, producer, storer
+from .backward_move import Source, Sums, finish_dx, mover
+from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, make_schedule, shared_wants
+from .compat import thread_barrier
+from .forward import _begin_launch
+from .gemm import SET_HEADER, OutPipe
+from .sync import CONTROL_ABORT, add_release, load_acquire, wait_at_least
+
+MOVER_WARPS = 2
+POISON_PIECE = gl.constexpr(65536)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What selects a binary. The last three are fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps."""
+    act: int
+    stagger: int = 3
+    copy_rows: int = 4
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.act <= REGLU.value:
+            raise ValueError(f"act={self.act} must be 0 to {REGLU.value}")
+        if not 0 <= self.stagger < NUM_STAGES.value:
+            raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
+
+    def constexprs(self) -> dict[str, int]:
+        return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows, "DEBUG": int(self.debug),
+                "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
+
+
+INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "state_capacity",
+            "group_tiles", "shared_results_row", "features", "wants", "activation"]
+# bits of `features`
+GATED = gl.constexpr(3)
+HAS_B_DOWN = gl.constexpr(4)
+INTO_MAIN_GRAD = gl.constexpr(8)
+
+
+@gluon.jit
+def _consumer(s, rows, flags, pipe, out, m, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
+    consume(s, rows, flags, pipe, out, WG, ACT, STAGGER, DEBUG)
+    finish_dx(s, rows, flags, m, 2, 4, DEBUG)
+
+
+@gluon.jit(do_not_specialize=[*INTEGERS, "limit"])
+def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc, results_desc, up_grad_desc, down_grad_desc,
+                     dy_desc, x_desc, shared_dz_desc, shared_wh_desc, shared_z_0, shared_up_0, shared_down_0, shared_up_grad_0, shared_down_grad_0,
+                     shared_z_1, shared_up_1, shared_down_1, shared_up_grad_1, shared_down_grad_1,
+                     dy, x, dy_rows, x_rows, dz, results, dx, d_topk_weights, main_up, main_down, b_down, db_up, db_down, gate_0, gate_1, d_gate_0,
+                     d_gate_1, d_up, d_down, d_shared_up_0, d_shared_down_0, d_shared_up_1, d_shared_down_1, gates, gate_slopes, partials,
+                     topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
+                     num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
+                     capacity, state_capacity, group_tiles, shared_results_row, features, wants, activation, limit,
+                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, DEBUG: gl.constexpr,
+                     MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+    CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    a = gl.allocate_shared_memory(gl.bfloat16, [2 * NUM_STAGES, CHUNK, CHUNK], CHUNKS)
+    b = gl.allocate_shared_memory(gl.bfloat16, [NUM_STAGES, CHUNK, TILE_N], CHUNKS)
+    pipe = BackwardPipe(a, b, b._reinterpret(gl.bfloat16, [4 * NUM_STAGES, CHUNK, CHUNK], CHUNKS),
+                        gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER),
+                        gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER))
+    out_0 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS),
+                    gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
+    out_1 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS),
+                    gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(pipe.load_ready.index(i), count=1)
+        mbarrier.init(pipe.load_empty.index(i), count=2)
+        mbarrier.init(pipe.z_done.index(i), count=2)
+    mbarrier.init(pipe.lead.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(out_0.full.index(i), count=1)
+        mbarrier.init(out_0.empty.index(i), count=1)
+        mbarrier.init(out_1.full.index(i), count=1)
+        mbarrier.init(out_1.empty.index(i), count=1)
+
+    # Multiplied up again here, so that the compiler knows that rows start at multiples of 16 bytes without specialising on the sizes.
+    H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
+    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants)
+    # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts
+    totals = _begin_launch(state, state_capacity)
+    first = totals + SET_HEADER
+    gates_ready = first + 2 * capacity + num_shared * s.token_tiles
+    flags = BackwardFlags(totals, first, first + capacity, gates_ready, gates_ready + s.token_tiles, state, capacity)
+    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, topk_weights, gates, features & GATED, partials, main_up, main_down,
+                features & INTO_MAIN_GRAD, activation, limit)
+    m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
+             d_gate_1, gate_slopes, K, E)
+    routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
+    gl.warp_specialize([
+        (_consumer, (s, rows, flags, pipe, out_0, m, 0, ACT, STAGGER, DEBUG)),
+        (_consumer, (s, rows, flags, pipe, out_1, m, 1, ACT, STAGGER, DEBUG)),
+        (producer, (s, rows, flags, pipe, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
+                    (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), DEBUG)),
+        (storer, (s, rows, flags, pipe, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
+                  (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
+                  shared_results_row, DEBUG)),
+        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, DEBUG)),
+    ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
+
+    add_release(totals + FINISHED, 1)
+    if load_acquire(state + CONTROL_ABORT) != 0:
+        # Rule 8: after a time-out no output may look like a result. Whoever sees the flag helps, once nobody writes results any more.
+        wait_at_least(totals + FINISHED, gl.num_programs(0), state, WAIT_FINISH, T)
+        thread_barrier()
+        tickets = totals + FINISHED + 1
+        into_main = (features & INTO_MAIN_GRAD) != 0
+        _poison(dx, s.T.to(gl.int64) * H, (wants & WANT_X) != 0, tickets)
+        _poison(d_topk_weights, s.T.to(gl.int64) * K, (wants & WANT_TOPK) != 0, tickets + 1)
+        _poison(d_up, E.to(gl.int64) * 2 * I * H, ((wants & WANT_UP) != 0) & (into_main == 0), tickets + 2)
+        _poison(d_down, E.to(gl.int64) * I * H, ((wants & WANT_DOWN) != 0) & (into_main == 0), tickets + 3)
+        _poison(main_up, E.to(gl.int64) * 2 * I * H, ((wants & WANT_UP) != 0) & into_main, tickets + 2)
+        _poison(main_down, E.to(gl.int64) * I * H, ((wants & WANT_DOWN) != 0) & into_main, tickets + 3)
+        _poison(db_up, E.to(gl.int64) * 2 * I, (wants & WANT_BIAS_UP) != 0, tickets + 4)
+        _poison(db_down, E.to(gl.int64) * H, (wants & WANT_BIAS_DOWN) != 0, tickets + 5)
+        _poison_shared(d_shared_up_0, d_shared_down_0, d_gate_0, H, I_0, shared_wants(s, T * 0), tickets + 6)
+        _poison_shared(d_shared_up_1, d_shared_down_1, d_gate_1, H, I_1, shared_wants(s, T * 0 + 1), tickets + 8)
+
+
+@gluon.jit
+def _poison(target, count, wanted, ticket):
+    """NaN into `count` elements, in pieces that the CTAs take by ticket."""
+    lanes = gl.arange(0, 1024, layout=gl.BlockedLayout([8], [32], [4], [0]))
+    if wanted:
+        start = gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu").to(gl.int64) * POISON_PIECE
+        while start < count:
+            for i in range(0, POISON_PIECE, 1024):
+                gl.store(target + start + i + lanes, (lanes * float("nan")).to(target.dtype.element_ty), mask=start + i + lanes < count)
+            start = gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu").to(gl.int64) * POISON_PIECE
+
+
+@gluon.jit
+def _poison_shared(up, down, gate, H, width, wanted, tickets):
+    _poison(up, (2 * width).to(gl.int64) * H, (wanted & 1) != 0, tickets)
+    _poison(down, width.to(gl.int64) * H, (wanted & 2) != 0, tickets + 1)
+    lanes = gl.arange(0, 1024, layout=gl.BlockedLayout([8], [32], [4], [0]))
+    if (wanted & 4) != 0:                                # small: every CTA writes all of it
+        for i in range(0, H, 1024):
+            gl.store(gate + i + lanes, (lanes * float("nan")).to(gl.bfloat16), mask=i + lanes < H)

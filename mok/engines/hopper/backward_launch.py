@@ -1,0 +1,272 @@
+"""Host side of the backward kernel: descriptors, scratch, gradients and the cooperative launch; never waits for the GPU."""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...plan import RoutingPlan
+from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
+from .backward import INTEGERS, BackwardConfig, _backward_kernel
+from .compat import COMPILE_OPTIONS
+from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, resident_blocks, rows_readable, tma_readable
+from .state import launch_state
+
+CHUNK = 64                    # rows and columns of every box; equals backward_gemm.CHUNK
+COLUMN_TILE = 256             # equals backward_tasks.TILE_N
+VARIANTS = {"swiglu": 0, "clamped": 1, "geglu": 2, "reglu": 3}     # BackwardConfig.act of each compiled DH epilogue
+
+# Ranks of the descriptor arguments that have leading dimensions of 1 in their box
+_RANKS = {"up_desc": 4, "up_grad_desc": 4,
+          **dict.fromkeys(("z_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0", "shared_up_grad_0",
+                           "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
+_FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights")
+_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
+         "d_up", "d_down", "d_shared_up_0", "d_shared_down_0", "d_shared_up_1", "d_shared_down_1")
+_IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
+DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
+_RUN_TIME = tuple(name for name in _backward_kernel.arg_names if not name.isupper() or name in INTEGERS)
+
+
+@dataclass(frozen=True)
+class BackwardScratch:
+    """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
+
+    dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones.
+    """
+    dy_rows: int
+    x_rows: int
+    dz: int
+    wh: int
+    results: int
+    shared_dz: int
+    shared_wh: int
+    partials: int
+    gates: int
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh) + 4 * (self.partials + 2 * self.gates)
+
+
+def want_bits(wants: Wants) -> int:
+    """`wants` as the kernel's word (backward_tasks.Schedule)."""
+    flags = [wants.x, wants.topk_weights, wants.w_gate_up, wants.w_down, wants.b_gate_up, wants.b_down, False, False]
+    for expert in wants.shared:
+        flags += expert
+    return sum(1 << i for i, flag in enumerate(flags) if flag)
+
+
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need."""
+    product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
+    token_rows = -(-T // TILE) * TILE
+    count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
+    shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
+    columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
+    return BackwardScratch(
+        dy_rows=rows * H if product or wants.w_down else 0,
+        x_rows=rows * H if wants.w_gate_up else 0,
+        dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
+        wh=rows * I if wants.w_down else 0,
+        results=(rows + count * token_rows) * H if wants.x else 0,
+        shared_dz=count * token_rows * 2 * widest if shared_product else 0,
+        shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
+        partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
+        gates=count * token_rows)
+
+
+def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+                    config: BackwardConfig | None = None, group_tiles: int | None = None, reserve_sms: int | None = None) -> Grads:
+    """Gradients of the layer's inputs for dy (T, H) in one launch on x's device and current stream, as `Engine.backward` has it.
+
+    `config`, `group_tiles` (row tiles that go from dh to dx together), `reserve_sms`: for tests and tuning; none changes a bit.
+    Raises ValueError where reserve_sms leaves no multiprocessor.
+    """
+    grads = _empty_grads(tensors, wants, main_grad)
+    bits = want_bits(wants)
+    if tensors.x.shape[0] == 0:
+        return _zeroed(grads)
+    if bits == 0:
+        return grads
+    config = config or BackwardConfig(VARIANTS[_variant(options)])
+    if reserve_sms is None:
+        reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
+    if group_tiles is None:
+        asked = options.overlap.minibatch_rows if options.overlap else None
+        group_tiles = asked // TILE if asked else (16 if tensors.w_down.shape[2] <= 8192 else 8)
+    with torch.cuda.device(tensors.x.device):
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, bits, group_tiles)
+        constexprs = config.constexprs()
+        blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **constexprs, **LAUNCH))
+        if reserve_sms >= blocks:
+            raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
+        _backward_kernel[(blocks - reserve_sms,)](*arguments, **constexprs, **LAUNCH)
+    return grads
+
+
+def _variant(options: PassOptions) -> str:
+    if options.activation in ("geglu", "reglu"):
+        return options.activation
+    return "swiglu" if options.activation == "swiglu" and options.swiglu_limit is None else "clamped"
+
+
+def _empty_grads(tensors: MoETensors, wants: Wants, main_grad: MainGrad | None) -> Grads:
+    """Memory for the wanted gradients; the kernel writes every element of it."""
+    def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
+
+    into_main = main_grad is not None
+    shared = [(like(expert.w_gate_up, up), like(expert.w_down, down), like(expert.gate_weight, gate))
+              for expert, (up, down, gate) in zip(tensors.shared, wants.shared, strict=True)]
+    return Grads(like(tensors.x, wants.x), like(tensors.topk_weights, wants.topk_weights), like(tensors.w_gate_up, wants.w_gate_up and not into_main),
+                 like(tensors.w_down, wants.w_down and not into_main), like(tensors.b_gate_up, wants.b_gate_up), like(tensors.b_down, wants.b_down), shared)
+
+
+def _zeroed(grads: Grads) -> Grads:
+    for grad in (grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for s in grads.shared for part in s)):
+        if grad is not None:
+            grad.zero_()
+    return grads
+
+
+def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+               grads: Grads, bits: int, group_tiles: int) -> list[Any]:
+    """The kernel's run-time arguments, in its order."""
+    x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
+    dy = rows_readable(dy, for_tma=bool(tensors.shared))
+    T, H = x.shape
+    E, _, I = tensors.w_down.shape
+    rows = plan.num_rows
+    widths = [expert.w_down.shape[1] for expert in tensors.shared]
+    count, token_tiles = len(widths), -(-T // TILE)
+    sizes = backward_scratch(T, H, I, rows, widths, wants)
+    narrow = torch.empty(sizes.dy_rows + sizes.x_rows + sizes.dz + sizes.wh + sizes.results + sizes.shared_dz + sizes.shared_wh,
+                         dtype=x.dtype, device=x.device)
+    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh = narrow.split(
+        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh])
+    wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
+    partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
+
+    boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
+    up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
+    boxes["up_desc"] = (up, (E, 2, I, H), (up.stride(0), I * up.stride(1), up.stride(1), 1))
+    boxes["down_desc"] = (down, (E, H, I), down.stride())
+    boxes["z_desc"] = (saved.z, (2, rows, I), (I, 2 * I, 1))
+    for name, buffer, width in (("dy_rows_desc", dy_rows, H), ("x_rows_desc", x_rows, H), ("wh_desc", wh, I)):
+        boxes[name] = (buffer, (rows, width), (width, 1))
+    boxes["dz_desc"] = (dz, (2, rows, I), (I, 2 * I, 1))
+    boxes["results_desc"] = (results, (rows + count * token_tiles * TILE, H), (H, 1))
+    if grads.w_gate_up is not None:
+        boxes["up_grad_desc"] = (grads.w_gate_up, (E, 2, I, H), (2 * I * H, I * H, H, 1))
+    if grads.w_down is not None:
+        boxes["down_grad_desc"] = (grads.w_down, (E, H, I), (H * I, I, 1))
+    if count:
+        _shared_boxes(boxes, tensors, saved, dy, x, shared_dz, shared_wh, grads)
+    gate_weights = [expert.gate_weight for expert in tensors.shared]
+    d_shared = [*grads.shared, (None, None, None), (None, None, None)]
+    # A gate's value is needed wherever anything of its shared expert is
+    gated = sum(1 << i for i, weight in enumerate(gate_weights) if weight is not None and (wants.x or any(wants.shared[i])))
+    limit = options.swiglu_limit
+    if limit is None:
+        limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
+    has_b_down = tensors.b_down is not None and wants.topk_weights
+    state, state_capacity = launch_state(x.device, -(-(2 * (rows // TILE) + (count + 1) * token_tiles + E) // 4))
+    values: dict[str, Any] = {
+        "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
+        "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
+        "b_down": tensors.b_down.contiguous() if has_b_down and tensors.b_down is not None else None, "db_up": grads.b_gate_up, "db_down": grads.b_down,
+        "gate_0": gate_weights[0] if count else None, "gate_1": gate_weights[1] if count > 1 else None,
+        "d_gate_0": d_shared[0][2], "d_gate_1": d_shared[1][2], "d_up": grads.w_gate_up, "d_down": grads.w_down,
+        "d_shared_up_0": d_shared[0][0], "d_shared_down_0": d_shared[0][1], "d_shared_up_1": d_shared[1][0], "d_shared_down_1": d_shared[1][1],
+        "gates": gates, "gate_slopes": gate_slopes, "partials": partials, "topk_weights": tensors.topk_weights.contiguous(), "row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row,
+        "tile_to_expert": plan.tile_to_expert, "expert_offsets": plan.expert_offsets, "tokens_per_expert": plan.tokens_per_expert,
+        "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
+        "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
+        "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "state_capacity": state_capacity,
+        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0), "wants": bits,
+        "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
+    return [_argument(name, boxes, values, x) for name in _RUN_TIME]
+
+
+def _argument(name: str, boxes: dict[str, Any], values: dict[str, Any], x: Tensor) -> Any:
+    """One argument; what no wanted gradient reads or writes is stood in for by x's memory, in the type of the real thing."""
+    if name in DESCRIPTORS:
+        rank = _RANKS.get(name, 2)
+        tensor, shape, strides = boxes.get(name, (None, (), ()))
+        if tensor is None or tensor.numel() == 0:
+            return _descriptor(x.data_ptr(), (1,) * (rank - 1) + (16,), (16,) * (rank - 1) + (1,))
+        return _descriptor(tensor.data_ptr(), tuple(shape), tuple(strides))
+    value = values[name]
+    if isinstance(value, (int, float)):
+        return value
+    if value is None or value.numel() == 0:
+        return values["topk_weights"] if name in _FP32 else x
+    if value.data_ptr() % 16 or (not value.is_contiguous() and name not in ("x", "dy")):
+        assert name not in ("d_topk_weights", "main_up", "main_down"), "outputs are aligned and contiguous"
+        return value.clone(memory_format=torch.contiguous_format)
+    return value
+
+
+def _shared_boxes(boxes: dict[str, Any], tensors: MoETensors, saved: Saved, dy: Tensor, x: Tensor, shared_dz: Tensor, shared_wh: Tensor,
+                  grads: Grads) -> None:
+    """Fill in what shared experts need: dy and x themselves, their dz, w*h, z, weights and weight gradients."""
+    T, H = x.shape
+    widths = [expert.w_down.shape[1] for expert in tensors.shared]
+    widest = -(-max(widths) // CHUNK) * CHUNK
+    shared_rows = len(widths) * -(-T // TILE) * TILE
+    boxes["dy_desc"] = (dy, (T, H), dy.stride())
+    boxes["x_desc"] = (x, (T, H), x.stride())
+    boxes["shared_dz_desc"] = (shared_dz, (2, shared_rows, widest), (widest, 2 * widest, 1))
+    boxes["shared_wh_desc"] = (shared_wh, (shared_rows, widest), (widest, 1))
+    for i, expert in enumerate(tensors.shared):
+        width = widths[i]
+        up, down = tma_readable(expert.w_gate_up), tma_readable(expert.w_down)
+        boxes[f"shared_up_{i}"] = (up, (2, width, H), (width * up.stride(0), up.stride(0), 1))
+        boxes[f"shared_down_{i}"] = (down, (H, width), down.stride())
+        boxes[f"shared_z_{i}"] = (saved.shared_z[:, 2 * sum(widths[:i]):], (2, T, width), (width, saved.shared_z.stride(0), 1))
+        d_up, d_down, _ = grads.shared[i]
+        if d_up is not None:
+            boxes[f"shared_up_grad_{i}"] = (d_up, (2, width, H), (width * H, H, 1))
+        if d_down is not None:
+            boxes[f"shared_down_grad_{i}"] = (d_down, (H, width), (width, 1))
+
+
+@lru_cache(maxsize=4096)
+def _descriptor(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorDescriptor:
+    """A cached TMA descriptor of bf16 memory with 64 x 64 boxes."""
+    rank = len(shape)
+    return TensorDescriptor(_Memory(address, torch.bfloat16), list(shape), list(strides), [1] * (rank - 2) + [CHUNK, CHUNK], LAYOUTS[rank])
+
+
+def source(config: BackwardConfig) -> GluonASTSource:
+    """One variant as Triton's compiler takes it, for compiling without a GPU: the types that a launch would give."""
+    constexprs = config.constexprs()
+    signature = {}
+    for name in _backward_kernel.arg_names:
+        if name in DESCRIPTORS:
+            rank = _RANKS.get(name, 2)
+            signature[name] = f"tensordesc<bf16{[1] * (rank - 2) + [CHUNK, CHUNK]},{LAYOUTS[rank]!r}>"
+        elif name in constexprs:
+            signature[name] = "constexpr"
+        elif name in INTEGERS:
+            signature[name] = "i32"
+        elif name == "limit":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "*fp32" if name in _FP32 else "*bf16" if name in _BF16 else "*i64" if name == "expert_offsets" else "*i32"
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(_backward_kernel.arg_names) if signature[name].startswith("*")}
+    return GluonASTSource(_backward_kernel, signature, constexprs, aligned)
+
+
+def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
+    """(name, source, compile options) of every production variant of the backward kernel."""
+    return [(f"backward_{name}", source(BackwardConfig(act)), {"num_warps": 4, **COMPILE_OPTIONS}) for name, act in VARIANTS.items()]
