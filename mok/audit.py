@@ -55,7 +55,7 @@ def read_record(path: str | os.PathLike[str], *, may_be_open: bool = False) -> R
     record = None
     previous = _FIRST_PREVIOUS
     for number, raw in enumerate(lines, start=1):
-        line = _check_line(path, number, raw, previous)
+        line = _check_line(path, number, raw, previous, 0 if record is None else len(record.steps))
         previous = line["hash"]
         if number == 1:
             record = Record(str(path), line)
@@ -99,14 +99,14 @@ def _read_lines(path: str | os.PathLike[str], may_be_open: bool) -> list[bytes]:
     return lines
 
 
-def _check_line(path: str | os.PathLike[str], number: int, raw: bytes, previous: str) -> dict[str, Any]:
+def _check_line(path: str | os.PathLike[str], number: int, raw: bytes, previous: str, next_step: int) -> dict[str, Any]:
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
         line = None
     kind = line.get("kind") if isinstance(line, dict) else None
     if line is None or not isinstance(kind, str) or tuple(line) != _FIELDS.get(kind) or not isinstance(line.get("entries", {}), dict):
-        raise BrokenChain(f"{_where(path, number, line)}: is not a line of a record: it was edited")
+        raise BrokenChain(f"{_where(path, number, line)}: is no line of a record (step {next_step} should follow here): it was edited")
     content = {name: value for name, value in line.items() if name != "hash"}
     if raw != canonical(line) or line["hash"] != _hash(content):
         raise BrokenChain(f"{_where(path, number, line)}: its hash is not that of its contents: it was edited")
@@ -125,7 +125,7 @@ _FIELDS = {
 
 def _where(path: str | os.PathLike[str], number: int, line: Any) -> str:
     kind = line.get("kind") if isinstance(line, dict) else None
-    what = {"header": " (header)", "end": " (closing line)"}.get(kind, f" ({kind} {line.get('step')})" if kind in ("step", "resume") else "")
+    what = f" ({kind} {line.get('step')})" if kind in ("step", "resume") else " (header)" if kind == "header" else " (closing line)" if kind == "end" else ""
     return f"record {str(path)!r}, line {number}{what}"
 
 
@@ -147,11 +147,13 @@ class RecordWriter:
 
     @staticmethod
     def check_free(path: str | os.PathLike[str]) -> None:
-        """Raise ValueError naming `audit` where `path` exists or its folder does not."""
+        """Raise ValueError naming `audit` where `path` exists, or its folder does not or cannot be written to."""
         if os.path.lexists(path):
             raise ValueError(f"audit={str(path)!r} exists and is not overwritten; name a new file")
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"audit={str(path)!r} must be in an existing folder")
+        if not os.access(Path(path).absolute().parent, os.W_OK):
+            raise ValueError(f"audit={str(path)!r} must be in a folder that can be written to")
 
     @staticmethod
     def create(path: str | os.PathLike[str], fingerprint: dict[str, Any], configuration: dict[str, Any]) -> RecordWriter:

@@ -64,8 +64,8 @@ def compare(first: Record, second: Record) -> Comparison:
     routes and dy; each with equal parameters.
     """
     ranks = [record.header["configuration"].get("ranks") for record in (first, second)]
-    result = Comparison(differences(second.header["fingerprint"], first.header["fingerprint"]),
-                        _configuration_differences(first.header["configuration"], second.header["configuration"]),
+    result = Comparison(differences(first.header["fingerprint"], second.header["fingerprint"]),
+                        differences(_flat(first.header["configuration"]), _flat(second.header["configuration"])),
                         rank_free=ranks[0] != ranks[1], steps=min(len(first.steps), len(second.steps)) - 1)
     state: tuple[Entries, Entries] = ({}, {})
     for step, (ours, theirs) in enumerate(zip(first.steps, second.steps)):
@@ -147,12 +147,10 @@ def _kind(name: str) -> str:
     return match["what"] if match else re.sub(r"part\d+/", "", name).split("/")[0]
 
 
-def _configuration_differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    def flat(values: dict[str, Any]) -> dict[str, Any]:
-        return {**{name: value for name, value in values.items() if name != "settings"}, **values.get("settings", {})}
-
-    ours, theirs = flat(first), flat(second)
-    return [f"{name}: {_shown(ours.get(name))} against {_shown(theirs.get(name))}" for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+def _flat(configuration: dict[str, Any]) -> dict[str, Any]:
+    """The settings beside the other facts; the text by its contents."""
+    facts = {name: value for name, value in configuration.items() if name not in ("settings", "corpus", "data")}
+    return {"text": configuration["corpus"]["sha256"], **facts, **configuration["settings"]}
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +68,7 @@ def cpu_name() -> str:
     return f"{name}, family {fields.get('cpu family', '?')} model {fields.get('model', '?')} stepping {fields.get('stepping', '?')}, flags {short}"
 
 
-def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """One text for each fact that differs: "torch: 2.11.0 there, 2.13.0 here"; empty where bits may be compared."""
-    return [f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here" for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+def differences(first: dict[str, Any], second: dict[str, Any], between: str = "{name}: {first} against {second}") -> list[str]:
+    """One text for each fact that differs, in the form of `between`; "nothing" for a fact that one side lacks. Empty where all are equal."""
+    return [between.format(name=name, first=first.get(name, "nothing"), second=second.get(name, "nothing"))
+            for name in {**first, **second} if first.get(name) != second.get(name)]

@@ -16,6 +16,7 @@ from .data import load_corpus
 from .trainer import Trainer, TrainSettings, deterministic_libraries
 
 _FREE_ON_RESUME = ("steps",)
+_THERE_AND_HERE = "{name}: {first} there, {second} here"
 
 
 class RunAudit:
@@ -104,7 +105,7 @@ def replay(record: Record, *, data: str | None = None, steps: int | None = None,
         return Verdict(0, recorded, not_comparable=("device: cuda there, no GPU here",), was_run=False)
     device = torch.device(header["device"])
     here = fingerprint(device)
-    unlike = [text for line in (record.header, *record.resumes) for text in differences(here, line["fingerprint"])]
+    unlike = [text for line in (record.header, *record.resumes) for text in differences(line["fingerprint"], here, _THERE_AND_HERE)]
     corpus = None
     if not unlike or anyway:
         corpus = load_corpus(header["data"] if data is None else data)
