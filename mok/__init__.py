@@ -1,4 +1,5 @@
 """Mixture-of-Kittens: the mixture-of-experts training layer as one kernel launch a pass. Importing it touches no GPU, Triton or process group."""
+from .clip import clip_grad_norm_
 from .config import MoEConfig, Overlap
 from .engines.protocol import SharedWeights as SharedExpert
 from .fabric.process_group import FabricError, FabricTimeout, PeerLost
@@ -10,5 +11,5 @@ from .router import checkpoint_policy
 __version__ = "0.1.0"
 __all__ = [
     "ExpertGroup", "FabricError", "FabricTimeout", "MoE", "MoEConfig", "Overlap", "PeerLost", "SharedExpert",
-    "check", "checkpoint_policy", "engine_for", "moe",
+    "check", "checkpoint_policy", "clip_grad_norm_", "engine_for", "moe",
 ]

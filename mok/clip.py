@@ -1,0 +1,64 @@
+"""Gradient-norm clipping over parameters that live on different ranks: dense ones everywhere or sharded, experts on their owners."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .group import ExpertGroup
+
+
+@torch.no_grad()
+def clip_grad_norm_(dense: Iterable[nn.Parameter], experts: Iterable[nn.Parameter], max_norm: float, *, group: ExpertGroup | None = None) -> Tensor:
+    """Scale all gradients in place by min(1, max_norm / (norm + 1e-6)) and return the 2-norm of all of them together, 0-d float64, before it.
+
+    dense: parameters whose gradients are the same on all ranks of `group`, plain or DTensor (FSDP2, on any mesh). experts: this rank's
+    experts, (E_local, ...) each. The norm is that of one process holding everything: squares are summed in float64 by parameter, experts'
+    one expert at a time and then in global order, so that it does not depend on how many ranks share the experts. Parameters without a
+    gradient count 0. With a group, collective over it. Raises ValueError unless max_norm is positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"{max_norm=} must be positive")
+    dense_grads = [parameter.grad for parameter in dense if parameter.grad is not None]
+    expert_parameters = list(experts)
+    device = next((p.device for p in (*expert_parameters, *dense_grads)), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in dense_grads:
+        square = _squares(grad)
+        total += square.full_tensor() if isinstance(square, DTensor) else square
+    for parameter in expert_parameters:
+        by_expert = torch.stack([_squares(expert) for expert in _grad_or_zeros(parameter)])
+        if group is not None and group.size > 1:
+            by_expert = _in_global_order(by_expert, group)
+        for square in by_expert.unbind():
+            total += square
+    norm = total.sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in (*dense_grads, *(p.grad for p in expert_parameters if p.grad is not None)):
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.mul_(scale.to(local.dtype))
+    return norm
+
+
+def _squares(grad: Tensor) -> Tensor:
+    wide = grad.to(torch.float64)
+    return (wide * wide).sum()
+
+
+def _grad_or_zeros(parameter: nn.Parameter) -> Tensor:
+    return parameter.new_zeros((parameter.shape[0], 1)) if parameter.grad is None else parameter.grad
+
+
+def _in_global_order(by_expert: Tensor, group: ExpertGroup) -> Tensor:
+    """(E,) from every rank's (E_local,)."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=by_expert.device) for _ in range(group.size)]
+    dist.all_gather(sizes, torch.tensor([by_expert.shape[0]], device=by_expert.device), group=group.process_group)
+    width = max(int(size) for size in sizes)
+    padded = torch.zeros(width, dtype=by_expert.dtype, device=by_expert.device)
+    padded[:by_expert.shape[0]] = by_expert
+    parts = [torch.empty_like(padded) for _ in range(group.size)]
+    dist.all_gather(parts, padded, group=group.process_group)
+    return torch.cat([part[:int(size)] for part, size in zip(parts, sizes, strict=True)])
