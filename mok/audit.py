@@ -86,11 +86,8 @@ def _read_lines(path: str | os.PathLike[str], may_be_open: bool) -> list[bytes]:
         raise ValueError(f"record={str(path)!r} cannot be read: {error.strerror}") from None
     lines = text.split(b"\n")
     rest = lines.pop()
-    try:
-        first = json.loads(lines[0]) if lines else None
-    except ValueError:
-        first = None
-    if not isinstance(first, dict) or first.get("kind") != "header":
+    first = _parsed(lines[0]) if lines else {}
+    if first.get("kind") != "header":
         raise ValueError(f"record={str(path)!r} must be a record written by mok train --audit, found no header in its first line")
     if first.get("format") != FORMAT:
         raise ValueError(f"record={str(path)!r} has format {first.get('format')!r}, this version reads format {FORMAT}")
@@ -100,12 +97,9 @@ def _read_lines(path: str | os.PathLike[str], may_be_open: bool) -> list[bytes]:
 
 
 def _check_line(path: str | os.PathLike[str], number: int, raw: bytes, previous: str, next_step: int) -> dict[str, Any]:
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        line = None
-    kind = line.get("kind") if isinstance(line, dict) else None
-    if line is None or not isinstance(kind, str) or tuple(line) != _FIELDS.get(kind) or not isinstance(line.get("entries", {}), dict):
+    line = _parsed(raw)
+    kind = line.get("kind")
+    if not isinstance(kind, str) or tuple(line) != _FIELDS.get(kind) or not all(isinstance(line.get(name, {}), dict) for name in _OBJECTS):
         raise BrokenChain(f"{_where(path, number, line)}: is no line of a record (step {next_step} should follow here): it was edited")
     content = {name: value for name, value in line.items() if name != "hash"}
     if raw != canonical(line) or line["hash"] != _hash(content):
@@ -121,10 +115,20 @@ _FIELDS = {
     "resume": ("kind", "step", "fingerprint", "configuration", "previous", "hash"),
     "end": ("kind", "steps", "finished", "previous", "hash"),
 }
+_OBJECTS = ("entries", "fingerprint", "configuration")
 
 
-def _where(path: str | os.PathLike[str], number: int, line: Any) -> str:
-    kind = line.get("kind") if isinstance(line, dict) else None
+def _parsed(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`; an empty one where there is none."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _where(path: str | os.PathLike[str], number: int, line: dict[str, Any]) -> str:
+    kind = line.get("kind")
     what = f" ({kind} {line.get('step')})" if kind in ("step", "resume") else " (header)" if kind == "header" else " (closing line)" if kind == "end" else ""
     return f"record {str(path)!r}, line {number}{what}"
 
