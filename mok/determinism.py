@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .runtime import Scratch, Task, runtime
 
-CHUNKWORDS = 4096                  # two key tables of 32 KiB stay in a core's nearest cache
+CHUNK_WORDS = 4096                  # two key tables of 32 KiB stay in a core's nearest cache
 GOLDEN = 0x9E3779B97F4A7C15
 KEY_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)      # the first fractional bits of pi
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -83,7 +83,7 @@ class DigestBatch:
     """
 
     _sums: list[Tensor] = field(default_factory=list)            # (2, chunks) of each tensor
-    _positions: list[tuple[int, int]] = field(default_factory=list)     # (first position, chunks) of each tensor
+    _extents: list[tuple[int, int]] = field(default_factory=list)       # (first row, chunks of one row) of each tensor
     _heads: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -100,19 +100,27 @@ class DigestBatch:
         for tensor, first_row in zip(tensors, first_rows or [0] * len(tensors), strict=True):
             sums, chunks_per_row = _start_sums(tensor.detach(), tasks)
             self._sums.append(sums)
-            self._positions.append((first_row * chunks_per_row, sums.shape[1]))
+            self._extents.append((first_row, chunks_per_row))
             self._heads.append((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         runtime.tiles.run(tasks)
 
+    def rows(self) -> list[int]:
+        """Rows of each tensor that was added; 0 of a 0-d tensor, which is never a shard."""
+        return [shape[0] if shape else 0 for _, shape in self._heads]
+
     @torch.no_grad()
-    def finish(self) -> list[Digest]:
-        """The digests in the order of `add`; the batch is empty afterwards."""
+    def finish(self, rows_before: Sequence[int] | None = None) -> list[Digest]:
+        """The digests in the order of `add`; the batch is empty afterwards.
+
+        rows_before: for each tensor, added to its first_row, where that becomes known only now.
+        """
         if not self._sums:
             return []
         sums = torch.cat(self._sums, dim=1)
         device = sums.device
-        counts = torch.tensor([count for _, count in self._positions])
-        starts = torch.tensor([start for start, _ in self._positions])
+        counts = torch.tensor([chunk_sums.shape[1] for chunk_sums in self._sums])
+        before = rows_before or [0] * len(self._sums)
+        starts = torch.tensor([(first + more) * chunks_per_row for (first, chunks_per_row), more in zip(self._extents, before, strict=True)])
         ends = counts.cumsum(0)
         owner = torch.repeat_interleave(counts)                                          # which tensor each chunk is of
         position = torch.arange(sums.shape[1]) - (ends - counts)[owner] + starts[owner]
@@ -121,7 +129,7 @@ class DigestBatch:
         lanes = torch.zeros(2, len(self._sums), dtype=torch.int64, device=device)
         lanes.index_add_(1, owner.to(device), torch.stack([a, b]))                       # integers: the order of these additions changes nothing
         pairs = [(int(x) % WORD, int(y) % WORD) for x, y in lanes.t().tolist()]
-        heads, self._heads, self._sums, self._positions = self._heads, [], [], []
+        heads, self._heads, self._sums, self._extents = self._heads, [], [], []
         return [Digest(dtype, shape, pair) for (dtype, shape), pair in zip(heads, pairs, strict=True)]
 
 
@@ -146,7 +154,7 @@ def _keys(device: torch.device, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` words of both key tables: mix(seed + GOLDEN * (i + 1)), made odd."""
     tables = runtime.scratch.get(("digest keys", device))
     if tables is None:
-        counter = torch.arange(1, CHUNKWORDS + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
+        counter = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
         tables = tuple(mix(counter + signed(seed)) | 1 for seed in KEY_SEEDS)
         runtime.scratch["digest keys", device] = tables
     return tables[0][:length], tables[1][:length]
@@ -172,7 +180,7 @@ def _start_sums(tensor: Tensor, tasks: list[Task]) -> tuple[Tensor, int]:
     rows, n = words.shape
     if words.numel() == 0:
         return torch.zeros(2, 0, dtype=torch.int64, device=words.device), 0
-    m = -(-n // CHUNKWORDS)
+    m = -(-n // CHUNK_WORDS)
     length = -(-n // m)
     if m * length != n:
         words = torch.nn.functional.pad(words, (0, m * length - n))

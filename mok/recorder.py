@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from .audit import Entries
 from .determinism import WORD, Digest, DigestBatch, signed
 from .layer import MoE
 
-# Given an (n, 5) int64 CPU tensor, returns its sum over all ranks (wrapping mod 2^64), the same on every rank.
+# Given an int64 CPU tensor, returns its elementwise sum over all ranks (wrapping mod 2^64), the same on every rank.
 Combine = Callable[[Tensor], Tensor]
 _EXPERT_TENSORS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 
@@ -29,20 +29,23 @@ class StepRecorder:
     without the router's share); "partN/output"; "gradient/<parameter>"; "parameter/<parameter or buffer>"; "optimizer/<state>/<parameter>";
     scalars under their own names.
 
-    Several ranks: each holds an equal share of the batch, rank by rank in global order, and the experts that its layers own; everything else is
-    replicated. combine sums over the ranks (`torch.distributed.all_reduce` of an int64 tensor, for instance); the entries are then those of the
-    global tensors, on every rank, and a replicated tensor that is not the same on all ranks is listed under "replicas differ".
+    Several ranks (rank, world_size, combine): each holds some of the batch, rank by rank in global order, and the experts that its layers own;
+    everything else is replicated. combine sums over the ranks (`torch.distributed.all_reduce` of the tensor, for instance) and is called twice in
+    `end` and in `start`. The entries are then those of the global tensors, on every rank; a replicated tensor that is not the same on all ranks is
+    named by the entry "replicas differ".
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, sink: Callable[[int, Entries], None], *, rank: int = 0,
-                 combine: Combine | None = None) -> None:
+                 world_size: int = 1, combine: Combine | None = None) -> None:
+        if not 0 <= rank < world_size or (world_size > 1) != (combine is not None):
+            raise ValueError(f"{rank=} must be below {world_size=}, and combine given exactly where there are several ranks")
         self._model, self._optimizer, self._sink = model, optimizer, sink
-        self._rank, self._combine = rank, combine
+        self._rank, self._world_size, self._combine = rank, world_size, combine
         self._active = False
         self._passes: Counter[str | None] = Counter()              # forward passes of this step: of each layer, and of the model (None)
         self._batch = DigestBatch()
         self._names: list[str | tuple[str, float]] = []           # names of the batch's digests, scalars in between
-        self._sharded: list[bool] = []
+        self._spread: list[str] = []                               # of each digest: by "rows", by "experts", or "replicated"
         layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
         self._first_expert = {f"{name}.{tensor}".lstrip("."): layer.first_expert for name, layer in layers.items() for tensor in _EXPERT_TENSORS}
         self._hooks = [layer.register_forward_hook(partial(self._after_layer, name)) for name, layer in layers.items()]
@@ -83,20 +86,21 @@ class StepRecorder:
 
     def _reset(self) -> None:
         self._active = False
-        self._batch, self._names, self._sharded = DigestBatch(), [], []
+        self._batch, self._names, self._spread = DigestBatch(), [], []
         self._passes.clear()
 
-    def _add(self, tensors: dict[str, Tensor], first_rows: Sequence[int | None]) -> None:
-        """first_rows: number of each tensor's first row in the global tensor; None = replicated."""
-        self._names.extend(tensors)
-        self._sharded.extend(first is not None for first in first_rows)
-        self._batch.add_all(list(tensors.values()), [first or 0 for first in first_rows])
-
     def _add_rows(self, tensors: dict[str, Tensor]) -> None:
-        self._add(tensors, [self._rank * len(tensor) for tensor in tensors.values()])
+        """Tensors whose rows follow those of lower ranks, however many these have."""
+        self._names.extend(tensors)
+        self._spread.extend(["rows"] * len(tensors))
+        self._batch.add_all(list(tensors.values()))
 
     def _add_parameters(self, tensors: dict[str, Tensor]) -> None:
-        self._add(tensors, [self._first_expert.get(name.rsplit("/", 1)[1]) for name in tensors])
+        """Tensors named ".../<parameter>": the experts' begin with this rank's first expert, all others are replicated."""
+        first_experts = [self._first_expert.get(name.rsplit("/", 1)[1]) for name in tensors]
+        self._names.extend(tensors)
+        self._spread.extend("replicated" if first is None else "experts" for first in first_experts)
+        self._batch.add_all(list(tensors.values()), [first or 0 for first in first_experts])
 
     def _add_state(self) -> None:
         tensors = {f"parameter/{name}": tensor for name, tensor in self._model.state_dict().items()}
@@ -130,40 +134,39 @@ class StepRecorder:
             self._passes[None] += 1
 
     def _finish(self) -> Entries:
-        digests, differing = self._combined(self._batch.finish())
+        digests, differing = self._global_digests()
         following = iter(digests)
         entries: Entries = {}
-        names = [entry for entry in self._names if isinstance(entry, str)]
         for entry in self._names:
             if isinstance(entry, str):
                 entries[entry] = str(next(following))
             else:
                 entries[entry[0]] = entry[1]
         if differing:
+            names = [entry for entry in self._names if isinstance(entry, str)]
             entries["replicas differ"] = ", ".join(names[i] for i in differing)
         return entries
 
-    def _combined(self, digests: list[Digest]) -> tuple[list[Digest], list[int]]:
+    def _global_digests(self) -> tuple[list[Digest], list[int]]:
         """The digests of the global tensors, and the indices of replicated ones that are not the same on all ranks."""
-        if self._combine is None or not digests:
-            return digests, []
-        rows = []
-        for digest, sharded in zip(digests, self._sharded, strict=True):
-            lanes = [signed(lane) for lane in digest.lanes]
-            length = digest.shape[0] if digest.shape else 0
-            if sharded:
-                rows.append([*lanes, length, 0, 0])
-            else:                                                   # rank 0's counts; the others' are summed beside it, to be compared with it
-                rows.append([*lanes, length, 0, 0] if self._rank == 0 else [0, 0, 0, *lanes])
-        total = self._combine(torch.tensor([*rows, [0, 0, 1, 0, 0]], dtype=torch.int64)).tolist()
-        others = total.pop()[2] - 1                                 # the last row counts the ranks
-        combined, differing = [], []
-        for i, (digest, (lane1, lane2, length, other1, other2)) in enumerate(zip(digests, total, strict=True)):
-            shape = (length, *digest.shape[1:]) if digest.shape else ()
-            combined.append(Digest(digest.dtype, shape, (lane1 % WORD, lane2 % WORD)))
-            if not self._sharded[i] and ((other1 - others * lane1) % WORD or (other2 - others * lane2) % WORD):
-                differing.append(i)
-        return combined, differing
+        if self._combine is None or len(self._batch) == 0:
+            return self._batch.finish(), []
+        rows = torch.zeros(self._world_size, len(self._batch), dtype=torch.int64)
+        rows[self._rank] = torch.tensor(self._batch.rows())
+        rows = self._combine(rows)
+        by_rows = torch.tensor([spread == "rows" for spread in self._spread])
+        local = self._batch.finish((rows[:self._rank].sum(0) * by_rows).tolist())
+
+        # lanes of all ranks' shards, or of rank 0's replica; beside them those of the other replicas, to be compared with it
+        lanes = torch.tensor([[signed(lane) for lane in digest.lanes] for digest in local], dtype=torch.int64)
+        counts = torch.tensor([spread != "replicated" or self._rank == 0 for spread in self._spread]).unsqueeze(1)
+        total = self._combine(torch.cat([lanes * counts, lanes * ~counts], dim=1))
+        replicated = torch.tensor([spread == "replicated" for spread in self._spread])
+        unlike = (total[:, 2:] != total[:, :2] * (self._world_size - 1)).any(1) & replicated
+        lengths = torch.where(replicated, rows[0], rows.sum(0)).tolist()
+        digests = [Digest(digest.dtype, (length, *digest.shape[1:]) if digest.shape else (), (lane1 % WORD, lane2 % WORD))
+                   for digest, length, (lane1, lane2, *_) in zip(local, lengths, total.tolist(), strict=True)]
+        return digests, unlike.nonzero().flatten().tolist()
 
 
 def _moe_node(node: Any) -> Any:
