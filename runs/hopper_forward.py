@@ -3,7 +3,7 @@
     PYTHONPATH=. python3 runs/hopper_forward.py --out OUT.json                        the published table
     PYTHONPATH=. python3 runs/hopper_forward.py --sweep "stagger=0" "group=8" ...    variants of one setting, no-grad, one line each
 
-Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_rows, mover_warps, omit, group, row_ring,
+Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_vectors, sum_vectors, mover_warps, omit, group, row_ring,
 hidden_ring, save (0 or 1).
 """
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mok.engines.protocol import MoETensors, PassOptions
 
 SHAPES = {"qwen3-30b-a3b": (32768, 2048, 768, 128, 8), "olmoe": (32768, 2048, 1024, 64, 8), "kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2),
           "mixtral-8x7b": (16384, 4096, 14336, 8, 2)}
-CONFIG_KEYS = ("stagger", "copy_rows", "mover_warps", "omit")
+CONFIG_KEYS = ("stagger", "copy_vectors", "sum_vectors", "mover_warps", "omit")
 
 
 def problem(T: int, H: int, I: int, E: int, K: int):
@@ -107,8 +107,20 @@ def main() -> int:
     parser.add_argument("--budget-ms", type=float, default=150.0, help="GPU time of one timed block")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--out", default=None)
+    parser.add_argument("--compile", default=None, metavar="VARIANT", help="run this variant once on a small problem, so that its binary is cached, and stop")
     args = parser.parse_args()
     set_spin_limit(5.0)
+    if args.compile is not None:
+        ids, tensors = problem(64, 64, 32, 4, 2)
+        config, grain, save = variant(args.compile, 32)
+        forward(HopperEngine().build_plan(ids, 4), tensors, PassOptions(save_for_backward=save), config, grain)
+        torch.cuda.synchronize()
+        return 0
+    texts = args.sweep or ["save=0", "save=1"]
+    binaries = {str(variant(text, 32)[0]): text for text in texts}
+    compilers = [subprocess.Popen([sys.executable, __file__, "--compile", text]) for text in binaries.values()]
+    if any(process.wait() for process in compilers):
+        return 1
     engine, roof = HopperEngine(), Roof()
     roof.tflops(1500)                                                # warm the card before the first figure
     results, roofs = [], []
@@ -118,7 +130,7 @@ def main() -> int:
         plan = engine.build_plan(ids, E)
         flops = 6 * T * K * H * I
         expected = None
-        for text in args.sweep or ["save=0", "save=1"]:
+        for text in texts:
             config, grain, save = variant(text, I)
             options = PassOptions(save_for_backward=save)
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import thread_barrier
-from .gemm import CHUNK, NUM_STAGES, SET_HEADER, Flags, OutPipe, Pipe, consume, producer, storer
+from .gemm import CHUNK, NUM_STAGES, QUEUE, SET_HEADER, Flags, OutPipe, Pipe, TaskQueue, consume, producer, storer
 from .move import TICKET_ROWS, Tokens, finish_combine, mover
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_WORDS
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, Schedule, token_tiles
@@ -24,13 +24,18 @@ MOVER_WARPS = (1, 2)            # with more the CTA has 512 threads, and wgmma o
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """What selects a binary. The last four are fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps, stage left out."""
+    """What selects a binary; only the first two differ in production.
+
+    stagger: k-steps between the consumers. copy_vectors: 16-byte loads in flight in a copying thread. sum_vectors: likewise for each of eight
+    routes in a summing thread of a mover. debug: roles sleep at random. omit: 1 no dispatch copy, 2 no combine (benchmark's breakdown only).
+    """
     save_z: bool
     mover_warps: int = 2
     stagger: int = 3
-    copy_rows: int = 4
+    copy_vectors: int = 8
+    sum_vectors: int = 1
     debug: bool = False
-    omit: int = 0                 # 1: no dispatch copy, 2: no combine; for the benchmark's breakdown only
+    omit: int = 0
 
     def __post_init__(self) -> None:
         if self.mover_warps not in MOVER_WARPS:
@@ -40,8 +45,8 @@ class ForwardConfig:
 
     def constexprs(self) -> dict[str, int]:
         # 2 * 208 + 88 = 3 * 168 registers: what three warpgroups may have
-        return {"SAVE_Z": int(self.save_z), "MOVER_WARPS": self.mover_warps, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows,
-                "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
+        return {"SAVE_Z": int(self.save_z), "MOVER_WARPS": self.mover_warps, "STAGGER": self.stagger, "COPY_VECTORS": self.copy_vectors,
+                "SUM_VECTORS": self.sum_vectors, "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
 
 
 INTEGERS = ["T", "K", "E", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
@@ -83,10 +88,9 @@ def _count_valid(tokens_per_expert, E):
 
 
 @gluon.jit
-def _consumer(s, flags, pipe, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
+def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
               WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
-    consume(s, flags, pipe, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, t.row_to_slot, WG, SAVE_Z,
-            STAGGER, DEBUG)
+    consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG, SAVE_Z, STAGGER, DEBUG)
     if OMIT != 2:
         finish_combine(s, t, flags, 2, 4, DEBUG)
 
@@ -97,7 +101,8 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                     x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, tokens_per_expert, num_tiles_ptr, topk_weights, bias_up, bias_down,
                     gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, E, num_shared, x_stride_8, capacity, group_tiles,
                     row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
-                    SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, DEBUG: gl.constexpr,
+                    SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
+                    SUM_VECTORS: gl.constexpr, DEBUG: gl.constexpr,
                     OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -109,10 +114,15 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                     gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
     out_1 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], results_desc.layout),
                     gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
+    queue = TaskQueue(gl.allocate_shared_memory(gl.int32, [3 * QUEUE, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER),
+                      gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER))
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(pipe.load_ready.index(i), count=1)
         mbarrier.init(pipe.load_empty.index(i), count=2)
     mbarrier.init(pipe.lead.index(0), count=1)
+    for i in gl.static_range(QUEUE):
+        mbarrier.init(queue.full.index(i), count=1)
+        mbarrier.init(queue.empty.index(i), count=3)
     for i in gl.static_range(2):
         mbarrier.init(out_0.full.index(i), count=1)
         mbarrier.init(out_0.empty.index(i), count=1)
@@ -127,14 +137,14 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                shared_results_row, K, loose)
     descs = (hidden_store_desc, shared_hidden_store_desc, results_desc, z_desc, shared_z_0, shared_z_1)
     gl.warp_specialize([
-        (_consumer, (s, flags, pipe, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
+        (_consumer, (s, flags, pipe, queue, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
                      0, SAVE_Z, STAGGER, OMIT, DEBUG)),
-        (_consumer, (s, flags, pipe, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
+        (_consumer, (s, flags, pipe, queue, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
                      1, SAVE_Z, STAGGER, OMIT, DEBUG)),
-        (producer, (s, flags, pipe, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
-                    shared_up_1, shared_down_1, tile_to_expert, DEBUG)),
-        (storer, (s, flags, out_0, out_1, descs, row_to_slot, shared_results_row, SAVE_Z, DEBUG)),
-        (mover, (s, flags, t, ring, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),
+        (producer, (s, flags, pipe, queue, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
+                    shared_up_1, shared_down_1, tile_to_expert, row_to_slot, DEBUG)),
+        (storer, (s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z, DEBUG)),
+        (mover, (s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
     _poison_after_abort(state, out, T, H)
 

@@ -9,6 +9,8 @@ Barriers in shared memory (all mbarriers; phase of use i of a ring of N is (i //
   out_full[w][b]  buffer b of consumer w holds a 64 x 64 chunk, fenced for the TMA engine         consumer w -> storer
   out_empty[w][b] the TMA engine has read buffer b of consumer w                                  storer -> consumer w
   lead            consumer 0 has finished the first STAGGER k-steps of a task                     consumer 0 -> consumer 1
+  task_full[r]    record r of the task queue is written                                           producer -> consumers, storer
+  task_empty[r]   consumers and storer have read record r (count 3)                               consumers, storer -> producer
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .compat import aggregate, thread_barrier, tma_load, tma_store, tma_store_wait
 from .sync import WAIT_HIDDEN, WAIT_HIDDEN_SLOT, WAIT_ROWS, add_release, fence_proxy, fresh, load_acquire, nap, stores_complete, wait_at_least
-from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, counter_of, down_columns, locate, num_phases, seek, token_tiles, up_columns_of, width_of
+from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, counter_of, down_columns, locate, make_order, seek, token_tiles, up_columns_of, width_of
 
 NUM_STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(64)                 # columns (and rows) of a store: 8 KB, two buffers for each consumer
@@ -24,6 +26,9 @@ STAGE_BYTES = gl.constexpr(49152)        # (128 + 256) * 64 bf16: TMA counts who
 COPY_PARTS = gl.constexpr(8)             # pieces of 16 rows in which movers fill a row tile
 SET_HEADER = gl.constexpr(16)            # words of a counter set before its counters; word 0 is the combine ticket
 LOG2_E = gl.constexpr(1.4426950408889634)
+QUEUE = gl.constexpr(4)                  # records of the task queue
+KIND_BITS = gl.constexpr(6)
+END = gl.constexpr(16)
 
 # How a task addresses its weights
 UP_ROUTED = gl.constexpr(0)
@@ -68,6 +73,53 @@ class OutPipe:
         self.buffers = buffers
         self.full = full
         self.empty = empty
+
+
+@aggregate
+class TaskQueue:
+    """The producer's next tasks for the other roles, in shared memory: they neither walk the sequence nor hold its sizes in registers.
+
+    A record is three int32: kind (see _task_kind) | column << KIND_BITS, row tile, k-steps.
+    """
+    records: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, records, full, empty):
+        self.records = records
+        self.full = full
+        self.empty = empty
+
+
+@gluon.jit
+def _task_kind(down, slot, idle):
+    """Bit 0: a down task. Bit 1: rows 64.. are padding. Bits 2-3: shared expert + 1. Bit 4 (END): no more tasks."""
+    return down.to(gl.int32) + idle.to(gl.int32) * 2 + (slot + 1) * 4
+
+
+@gluon.jit
+def _push_task(queue, count, kind, tile, column, steps):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    r = count % QUEUE
+    mbarrier.wait(queue.empty.index(r), ((count // QUEUE) & 1) ^ 1)
+    queue.records.index(3 * r).store(gl.full([1], kind + (column << KIND_BITS), gl.int32, L))
+    queue.records.index(3 * r + 1).store(gl.full([1], tile, gl.int32, L))
+    queue.records.index(3 * r + 2).store(gl.full([1], steps, gl.int32, L))
+    mbarrier.arrive(queue.full.index(r))
+
+
+@gluon.jit
+def _pop_task(queue, count, NW: gl.constexpr):
+    """(kind and column, row tile, k-steps) of task number `count` of this CTA."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    r = count % QUEUE
+    mbarrier.wait(queue.full.index(r), (count // QUEUE) & 1)
+    packed = gl.max(queue.records.index(3 * r).load(L), 0)
+    tile = gl.max(queue.records.index(3 * r + 1).load(L), 0)
+    steps = gl.max(queue.records.index(3 * r + 2).load(L), 0)
+    mbarrier.arrive(queue.empty.index(r))
+    return packed, tile, steps
 
 
 @aggregate
@@ -142,20 +194,25 @@ def _load_steps(a_desc, a_row, w_desc, expert, column, steps, pipe, it, next_cou
 
 
 @gluon.jit
-def producer(s, flags, pipe, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0, shared_up_1,
-             shared_down_1, tile_to_expert, DEBUG: gl.constexpr):
+def producer(s, flags, pipe, queue, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0, shared_up_1,
+             shared_down_1, tile_to_expert, row_to_slot, DEBUG: gl.constexpr):
     """Loads A and B of every task, in order, through the stages. Rules 1 and 2, reader: acquire, proxy fence, TMA load, all in this warp."""
     it = gl.program_id(0) * 0
+    count = it
     grid = gl.num_programs(0)
-    phase, index = seek(s, it, gl.program_id(0))
-    down, slot, tile, column = locate(s, phase, index)
-    expert = gl.load(tile_to_expert + tile, mask=(phase < num_phases(s)) & (slot < 0), other=0)
+    o = make_order(s)
+    phase, index = seek(s, o, it, gl.program_id(0))
+    down, slot, tile, column = locate(o, phase, index)
+    expert, idle = _tile_facts(tile_to_expert, row_to_slot, slot, tile, phase < o.num_phases)
     seen = it - 1
-    while phase < num_phases(s):
-        next_phase, next_index = seek(s, phase, index + grid)
-        next_down, next_slot, next_tile, next_column = locate(s, next_phase, next_index)
-        another = next_phase < num_phases(s)
-        next_expert = gl.load(tile_to_expert + next_tile, mask=another & (next_slot < 0), other=0)
+    while phase < o.num_phases:
+        steps = gl.cdiv(gl.where(down, width_of(s, slot), fresh(s.H)), BLOCK_K)
+        _push_task(queue, count, _task_kind(down, slot, idle), tile, column, steps)
+        count += 1
+        next_phase, next_index = seek(s, o, phase, index + grid)
+        next_down, next_slot, next_tile, next_column = locate(o, next_phase, next_index)
+        another = next_phase < o.num_phases
+        next_expert, next_idle = _tile_facts(tile_to_expert, row_to_slot, next_slot, next_tile, another)
         counter, target = _input_counter(s, flags, down, slot, tile)
         next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
         next_counter = gl.where(another, next_counter, counter)
@@ -167,25 +224,33 @@ def producer(s, flags, pipe, rows_desc, up_desc, hidden_desc, down_desc, x_desc,
                 wait_at_least(counter, target, flags.control, WAIT_ROWS, tile)
         fence_proxy(tile)
         if down:
-            steps = gl.cdiv(width_of(s, slot), BLOCK_K)
             if slot < 0:
                 it, seen = _load_steps(hidden_desc, tile % s.hidden_ring * BLOCK_M, down_desc, expert, column, steps, pipe, it, next_counter,
                                        DOWN_ROUTED)
             else:
-                row = (slot * token_tiles(s) + tile) * BLOCK_M
+                row = (slot * o.token_tiles + tile) * BLOCK_M
                 if slot == 0:
                     it, seen = _load_steps(shared_hidden_desc, row, shared_down_0, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
                 else:
                     it, seen = _load_steps(shared_hidden_desc, row, shared_down_1, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
         else:
-            steps = gl.cdiv(fresh(s.H), BLOCK_K)
             if slot < 0:
                 it, seen = _load_steps(rows_desc, tile % s.row_ring * BLOCK_M, up_desc, expert, column, steps, pipe, it, next_counter, UP_ROUTED)
             elif slot == 0:
                 it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_0, expert, column, steps, pipe, it, next_counter, UP_SHARED)
             else:
                 it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_1, expert, column, steps, pipe, it, next_counter, UP_SHARED)
-        phase, index, down, slot, tile, column, expert = next_phase, next_index, next_down, next_slot, next_tile, next_column, next_expert
+        phase, index, down, slot, tile, column, expert, idle = (next_phase, next_index, next_down, next_slot, next_tile, next_column, next_expert,
+                                                                next_idle)
+    _push_task(queue, count, it * 0 + END, it * 0, it * 0, it * 0)
+
+
+@gluon.jit
+def _tile_facts(tile_to_expert, row_to_slot, slot, tile, valid):
+    """(expert, whether rows 64..127 are all padding) of a routed tile; valid rows come first, and padding is neither multiplied nor stored."""
+    routed = valid & (slot < 0)
+    expert = gl.load(tile_to_expert + tile, mask=routed, other=0)
+    return expert, gl.load(row_to_slot + tile * BLOCK_M + BLOCK_M // 2, mask=routed, other=0) < 0
 
 
 @gluon.jit
@@ -272,8 +337,8 @@ def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr):
 
 
 @gluon.jit
-def consume(s, flags, pipe, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, row_to_slot,
-            WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
+def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG: gl.constexpr,
+            SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
@@ -284,21 +349,14 @@ def consume(s, flags, pipe, out, bias_up, bias_down, has_bias_up, has_bias_down,
     it = gl.program_id(0) * 0
     ot = it
     leads = it
-    grid = gl.num_programs(0)
-    phase, index = seek(s, it, gl.program_id(0))
-    idle = False
-    if WG == 1:
-        _, first_slot, first_tile, _ = locate(s, phase, index)
-        idle = second_half_is_padding(row_to_slot, first_slot, first_tile, phase < num_phases(s))
-    while phase < num_phases(s):
-        down, slot, tile, column = locate(s, phase, index)
-        next_idle = False
-        if WG == 1:                       # asked for one task ahead, so that the answer is there when the task starts
-            next_phase, next_index = seek(s, phase, index + grid)
-            _, next_slot, next_tile, _ = locate(s, next_phase, next_index)
-            next_idle = second_half_is_padding(row_to_slot, next_slot, next_tile, next_phase < num_phases(s))
-        nap(index + phase + WG * 7, DEBUG)
-        steps = gl.cdiv(gl.where(down, width_of(s, slot), fresh(s.H)), BLOCK_K)
+    count = it
+    packed, tile, steps = _pop_task(queue, count, 4)
+    while (packed & END) == 0:
+        down, slot, column = (packed & 1) != 0, ((packed >> 2) & 3) - 1, packed >> KIND_BITS
+        idle = False
+        if WG == 1:
+            idle = (packed & 2) != 0
+        nap(count + WG * 7, DEBUG)
         # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
         staggered = steps >= NUM_STAGES
         if STAGGER > 0 and WG == 1:
@@ -339,9 +397,8 @@ def consume(s, flags, pipe, out, bias_up, bias_down, has_bias_up, has_bias_down,
                 biased = (fresh(has_bias_up) > 0) & (slot < 0)
                 ot = _up_chunk(left_0, right_0, bias, biased, column * HALF_N, s, activation, limit, out, ot, QUARTER, SAVE_Z)
                 ot = _up_chunk(left_1, right_1, bias, biased, column * HALF_N + CHUNK, s, activation, limit, out, ot, QUARTER, SAVE_Z)
-        phase, index = seek(s, phase, index + grid)
-        if WG == 1:
-            idle = next_idle
+        count += 1
+        packed, tile, steps = _pop_task(queue, count, 4)
 
 
 @gluon.jit
@@ -386,7 +443,7 @@ def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
 
 
 @gluon.jit
-def storer(s, flags, out_0, out_1, descs, row_to_slot, shared_results_row, SAVE_Z: gl.constexpr, DEBUG: gl.constexpr):
+def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z: gl.constexpr, DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
 
     A tile's place in the ring of h is free when the tile that held it before has all its results; that wait stands before the consumers'
@@ -394,20 +451,20 @@ def storer(s, flags, out_0, out_1, descs, row_to_slot, shared_results_row, SAVE_
     """
     ot_0 = gl.program_id(0) * 0
     ot_1 = ot_0
-    grid = gl.num_programs(0)
-    phase, index = seek(s, ot_0, gl.program_id(0))
-    while phase < num_phases(s):
-        down, slot, tile, column = locate(s, phase, index)
-        idle = second_half_is_padding(row_to_slot, slot, tile, True)
+    count = ot_0
+    packed, tile, _ = _pop_task(queue, count, 1)
+    while (packed & END) == 0:
+        down, slot, column = (packed & 1) != 0, ((packed >> 2) & 3) - 1, packed >> KIND_BITS
+        idle = (packed >> 1) & 1
         counter = counter_of(s, slot, tile, flags.capacity)
-        if (slot < 0) & (tile >= s.hidden_ring) & (phase % 2 == 0):
+        if (slot < 0) & (tile >= s.hidden_ring) & ((packed & 1) == 0):
             wait_at_least(results_ready(flags) + tile - s.hidden_ring, down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
-        nap(index + phase + 3, DEBUG)
+        nap(count + 3, DEBUG)
         tile_row = tile * BLOCK_M
         hidden_row = gl.where(slot < 0, tile % s.hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)
         result_row = tile_row + gl.where(slot < 0, 0, shared_results_row + slot * token_tiles(s) * BLOCK_M)
         ot_0 = _store_half(down, slot, (tile_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
-        if not idle:
+        if idle == 0:
             ot_1 = _store_half(down, slot, (tile_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)
         stores_complete(tile)
         mbarrier.arrive(out_0.empty.index((ot_0 + 1) % 2))
@@ -415,4 +472,5 @@ def storer(s, flags, out_0, out_1, descs, row_to_slot, shared_results_row, SAVE_
         fence_proxy(tile)
         thread_barrier()
         add_release(gl.where(down, results_ready(flags), hidden_ready(flags)) + counter, 1)
-        phase, index = seek(s, phase, index + grid)
+        count += 1
+        packed, tile, _ = _pop_task(queue, count, 1)

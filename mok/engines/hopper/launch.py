@@ -202,14 +202,14 @@ def tma_readable(weight: Tensor) -> Tensor:
     """The weight itself where TMA can read it (inner stride 1, other strides and address multiples of 16 bytes, rows not overlapping), else a copy."""
     strides = weight.stride()
     good = strides[-1] == 1 and all(s % 8 == 0 and s >= weight.shape[-1] for s in strides[:-1]) and weight.data_ptr() % 16 == 0
-    return weight if good else weight.contiguous()
+    return weight if good else weight.clone(memory_format=torch.contiguous_format)
 
 
 def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
     """x itself where movers can read its rows in 16-byte vectors (any row stride that is a multiple of 8, also 0), else a copy."""
     row, inner = x.stride()
     good = inner == 1 and row % 8 == 0 and x.data_ptr() % 16 == 0 and (row >= x.shape[1] or not for_tma)
-    return x if good else x.contiguous()
+    return x if good else x.clone(memory_format=torch.contiguous_format)      # contiguous() would keep a contiguous x at an odd address
 
 
 def resident_blocks(config: ForwardConfig, device_index: int, compile_kernel: Any) -> int:

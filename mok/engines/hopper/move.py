@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from .compat import aggregate, thread_barrier
 from .gemm import COPY_PARTS, LOG2_E, hidden_ready, results_ready, rows_ready
-from .sync import CONTROL_ABORT, CONTROL_LIMIT, WAIT_COMBINE, WAIT_ROW_SLOT, add_release, clock, fence_acquire, fence_proxy, fresh, nap, report_timeout
+from .sync import CONTROL_ABORT, CONTROL_LIMIT, WAIT_COMBINE, WAIT_ROW_SLOT, add_release, clock, fence_acquire, fence_proxy, fresh, load_acquire, nap, report_timeout
 from .tasks import BLOCK_M, down_columns, token_tiles, up_columns_of
 
 COPY_ROWS = gl.constexpr(16)       # BLOCK_M / COPY_PARTS
@@ -69,29 +69,39 @@ def _late(flags, since, lanes):
 def _room(flags, counter, target, since, NW: gl.constexpr):
     """1 if the counter has reached its target or the launch is aborted, 0 if not, LATE after the spin limit; the same in every thread."""
     lanes = gl.arange(0, 32 * NW, layout=gl.BlockedLayout([1], [32], [NW], [0]))
-    seen = gl.load(counter + lanes * 0, volatile=True)
+    seen = load_acquire(counter)         # every thread acquires; the reduction's barrier passes that on
     aborted = gl.load(flags.control + CONTROL_ABORT + lanes * 0, volatile=True)
-    state = gl.where((seen >= target) | (aborted != 0), 1, gl.where(_late(flags, since, lanes), LATE, 0))
+    done = (aborted != 0) | (seen >= target)
+    state = gl.where(done, 1, gl.where(_late(flags, since, lanes), LATE, 0))
     return gl.max(state, 0)
 
 
 @gluon.jit
-def _copy_piece(s, t, ring, piece, place, ROWS: gl.constexpr, NW: gl.constexpr):
-    """16 rows of x into the ring from row `place` on, padding rows as zeros (rule 9), in vectors of 16 bytes."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, NW], [1, 0])
-    COLUMNS: gl.constexpr = 256 * NW
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+def _row_source(s, t, row):
+    """(whether there is one, address of x) of the token in a plan row; one row a warp."""
+    slot = gl.load(t.row_to_slot + row)
+    return slot >= 0, t.x + (gl.where(slot >= 0, slot, 0) // t.K).to(gl.int64) * t.x_stride
+
+
+@gluon.jit
+def _copy_piece(s, t, ring, piece, place, VECTORS: gl.constexpr, NW: gl.constexpr):
+    """16 rows of x into the ring from row `place` on, padding rows as zeros (rule 9).
+
+    Each warp copies a row of its own, VECTORS loads of 16 bytes in flight in each thread; the next row's address is fetched meanwhile.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    COLUMNS: gl.constexpr = 256 * VECTORS
+    rows = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-    for j in gl.static_range(COPY_ROWS // ROWS):
-        slot = gl.load(t.row_to_slot + piece * COPY_ROWS + j * ROWS + rows)
-        valid = slot >= 0
-        token = gl.where(valid, slot, 0) // t.K
-        source = t.x + token.to(gl.int64)[:, None] * t.x_stride + columns[None, :]
-        target = ring + (place + j * ROWS + rows).to(gl.int64)[:, None] * s.H + columns[None, :]
+    valid, source = _row_source(s, t, piece * COPY_ROWS + rows)
+    for j in range(0, COPY_ROWS, NW):
+        next_valid, next_source = _row_source(s, t, piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows)
+        target = ring + (place + j + rows).to(gl.int64) * s.H
         for c in range(0, s.H, COLUMNS):
             inside = ((c + columns) < s.H)[None, :]
-            value = gl.load(source + c, mask=valid[:, None] & inside, other=0.0)
-            gl.store(target + c, value, mask=inside)
+            value = gl.load(source[:, None] + (c + columns)[None, :], mask=valid[:, None] & inside, other=0.0)
+            gl.store(target[:, None] + (c + columns)[None, :], value, mask=inside)
+        valid, source = next_valid, next_source
 
 
 @gluon.jit
@@ -181,16 +191,29 @@ def _sum_token(s, t, token, start, VECTORS: gl.constexpr, NW: gl.constexpr):
     for c in range(0, s.H, COLUMNS):
         inside = c + columns < s.H
         acc = gl.zeros([COLUMNS], gl.float32, L) + start
-        for k0 in range(0, t.K, UNROLL_K):
+        for k0 in range(0, t.K, 2 * UNROLL_K):
             # all loads first, then the chain; a -1 route is skipped, not multiplied by 0: fma(0, y, -0) would be +0
-            r0, v0 = _result_row(s, t, token, k0, c + columns, inside)
-            r1, v1 = _result_row(s, t, token, k0 + 1, c + columns, inside)
-            r2, v2 = _result_row(s, t, token, k0 + 2, c + columns, inside)
-            r3, v3 = _result_row(s, t, token, k0 + 3, c + columns, inside)
+            more = k0 + UNROLL_K < t.K
+            at = c + columns
+            r0, v0 = _result_row(s, t, token, k0, at, inside)
+            r1, v1 = _result_row(s, t, token, k0 + 1, at, inside)
+            r2, v2 = _result_row(s, t, token, k0 + 2, at, inside)
+            r3, v3 = _result_row(s, t, token, k0 + 3, at, inside)
+            r4, v4, r5, v5, r6, v6, r7, v7 = r0, v0, r1, v1, r2, v2, r3, v3
+            if more:
+                r4, v4 = _result_row(s, t, token, k0 + 4, at, inside)
+                r5, v5 = _result_row(s, t, token, k0 + 5, at, inside)
+                r6, v6 = _result_row(s, t, token, k0 + 6, at, inside)
+                r7, v7 = _result_row(s, t, token, k0 + 7, at, inside)
             acc = _add_route(t, token, k0, r0, v0, acc)
             acc = _add_route(t, token, k0 + 1, r1, v1, acc)
             acc = _add_route(t, token, k0 + 2, r2, v2, acc)
             acc = _add_route(t, token, k0 + 3, r3, v3, acc)
+            if more:
+                acc = _add_route(t, token, k0 + 4, r4, v4, acc)
+                acc = _add_route(t, token, k0 + 5, r5, v5, acc)
+                acc = _add_route(t, token, k0 + 6, r6, v6, acc)
+                acc = _add_route(t, token, k0 + 7, r7, v7, acc)
         for e in range(fresh(s.num_shared)):
             row = t.shared_results_row + e * token_tiles(s) * BLOCK_M + token
             v = gl.load(t.results + row.to(gl.int64) * s.H + c + columns, mask=inside, other=0.0)
@@ -239,7 +262,7 @@ def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: 
 
 
 @gluon.jit
-def mover(s, flags, t, ring, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr,
+def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr,
           DEBUG: gl.constexpr):
     """Copies pieces while the ring has room, else sums what is complete; never blocks on one while it could do the other."""
     num_rows = s.num_tiles * BLOCK_M
@@ -258,15 +281,13 @@ def mover(s, flags, t, ring, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.conste
         if (piece < pieces) & (tile >= s.row_ring):
             # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
             room = _room(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
-            fence_acquire(room)
-            thread_barrier()
         if room == LATE:
             report_timeout(flags.control, WAIT_ROW_SLOT, tile, tile * 0, piece)
             room = room * 0
         if room != 0:
             nap(piece + 11, DEBUG)
             if OMIT != 1:
-                _copy_piece(s, t, ring, piece, tile % s.row_ring * BLOCK_M + piece % COPY_PARTS * COPY_ROWS, COPY_ROWS_AT_ONCE, NW)
+                _copy_piece(s, t, ring, piece, tile % s.row_ring * BLOCK_M + piece % COPY_PARTS * COPY_ROWS, COPY_VECTORS, NW)
             fence_proxy(piece)           # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
             thread_barrier()
             add_release(rows_ready(flags) + tile, 1)

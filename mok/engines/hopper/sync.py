@@ -40,8 +40,8 @@ def add_release(pointer, value):
 
 @gluon.jit
 def fence_proxy(anchor):
-    """Rule 1: orders ordinary accesses and those of the TMA engine. `anchor`: any int32 of the place, so that the fence stays there."""
-    return gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+    """Rule 1: orders ordinary accesses and those of the TMA engine to global memory. `anchor`: any int32 of the place, so that the fence stays there."""
+    return gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

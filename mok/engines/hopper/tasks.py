@@ -3,7 +3,8 @@
 Row tiles come in groups of G ("minibatches"): first those of shared expert 0, then of shared expert 1, then the routed ones. Phases alternate
 gate/up of one group and down of the group before: up(0), up(1), down(0), up(2), down(1), ..., down(last), so that a down task's inputs were
 finished about one phase earlier. Inside a phase the row tile runs fastest: neighbouring CTAs share a column of the weights. All phases
-together are one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ... Every role walks the same sequence.
+together are one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ... The producer walks the sequence and tells the other roles
+(gemm.TaskQueue).
 
 Example: G = 2, 3 routed tiles, 1 column of up tasks, 1 of down tasks, 2 CTAs. Phases: up tiles 0 1 | up 2 | down 0 1 | down 2.
 CTA 0: up 0, up 2, down 1; CTA 1: up 1, down 0, down 2.
@@ -58,17 +59,6 @@ def token_tiles(s):
 
 
 @gluon.jit
-def shared_groups(s):
-    """Groups before the first routed one."""
-    return fresh(s.num_shared) * gl.cdiv(token_tiles(s), s.group_tiles)
-
-
-@gluon.jit
-def num_phases(s):
-    return 2 * (shared_groups(s) + gl.cdiv(s.num_tiles, fresh(s.group_tiles))) + 2
-
-
-@gluon.jit
 def width_of(s, slot):
     """I of a routed task (slot -1), I_s of a shared expert's."""
     return gl.where(slot < 0, fresh(s.I), gl.where(slot == 0, s.shared_I_0, s.shared_I_1))
@@ -86,43 +76,70 @@ def down_columns(s):
     return gl.cdiv(fresh(s.H), BLOCK_N)
 
 
+@aggregate
+class Order:
+    """What walking the sequence needs, computed once: divisions cost the producer more than a k-step when they are done for each task."""
+    group_tiles: gl.tensor
+    num_tiles: gl.tensor
+    token_tiles: gl.tensor
+    groups_of_shared: gl.tensor   # groups of one shared expert
+    shared_groups: gl.tensor      # groups before the first routed one
+    num_phases: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, group_tiles, num_tiles, token_tiles, groups_of_shared, shared_groups, num_phases):
+        self.group_tiles = group_tiles
+        self.num_tiles = num_tiles
+        self.token_tiles = token_tiles
+        self.groups_of_shared = groups_of_shared
+        self.shared_groups = shared_groups
+        self.num_phases = num_phases
+
+
 @gluon.jit
-def phase_group(s, phase):
+def make_order(s):
+    group_tiles = fresh(s.group_tiles)
+    per_shared = gl.cdiv(token_tiles(s), group_tiles)
+    before = fresh(s.num_shared) * per_shared
+    return Order(group_tiles, s.num_tiles, token_tiles(s), per_shared, before, 2 * (before + gl.cdiv(s.num_tiles, group_tiles)) + 2)
+
+
+@gluon.jit
+def phase_group(o, phase):
     """(shared expert or -1, first row tile inside it, row tiles) of a phase; 0 row tiles where there is no such group."""
     group = phase // 2 - phase % 2
-    before = shared_groups(s)
-    per_shared = gl.maximum(gl.cdiv(token_tiles(s), s.group_tiles), 1)
-    is_shared = group < before
-    slot = gl.where(is_shared, group // per_shared, -1)
-    first = gl.where(is_shared, group - slot * per_shared, group - before) * s.group_tiles
-    tiles = gl.minimum(s.group_tiles, gl.where(is_shared, token_tiles(s), s.num_tiles) - first)
+    is_shared = group < o.shared_groups
+    second = group >= o.groups_of_shared                  # there are at most two shared experts
+    slot = gl.where(is_shared, second.to(gl.int32), -1)
+    inside = gl.where(is_shared, gl.where(second, group - o.groups_of_shared, group), group - o.shared_groups)
+    first = inside * o.group_tiles
+    tiles = gl.minimum(o.group_tiles, gl.where(is_shared, o.token_tiles, o.num_tiles) - first)
     return slot, first, gl.where(group < 0, 0, gl.maximum(tiles, 0))
 
 
 @gluon.jit
-def _phase_tasks(s, phase):
-    slot, _, tiles = phase_group(s, phase)
+def _phase_tasks(s, o, phase):
+    slot, _, tiles = phase_group(o, phase)
     return tiles * gl.where(phase % 2 == 0, up_columns_of(s, slot), down_columns(s))
 
 
 @gluon.jit
-def seek(s, phase, index):
-    """The task `index` places after the start of `phase`, as (phase, index with the index inside that phase); phase == num_phases at the end."""
-    end = num_phases(s)
-    tasks = _phase_tasks(s, phase)
-    while (phase < end) & (index >= tasks):
+def seek(s, o, phase, index):
+    """The task `index` places after the start of `phase`, as (phase, index inside that phase); phase == num_phases at the end."""
+    tasks = _phase_tasks(s, o, phase)
+    while (phase < o.num_phases) & (index >= tasks):
         index -= tasks
         phase += 1
-        tasks = _phase_tasks(s, phase)
+        tasks = _phase_tasks(s, o, phase)
     return phase, index
 
 
 @gluon.jit
-def locate(s, phase, index):
+def locate(o, phase, index):
     """(is a down task, shared expert or -1, row tile inside it, column tile) of a task."""
-    slot, first, tiles = phase_group(s, phase)
-    tiles = gl.maximum(tiles, 1)
-    column = index // tiles
+    slot, first, tiles = phase_group(o, phase)
+    # exact below 2^20 tasks a phase (launch.granularity sees to that): the nearest integer is at least 0.5 / tiles away
+    column = ((index.to(gl.float32) + 0.5) / gl.maximum(tiles, 1).to(gl.float32)).to(gl.int32)
     return phase % 2 == 1, slot, first + index - column * tiles, column
 
 
