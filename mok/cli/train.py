@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,6 @@ and leaves a checkpoint; `mok train --resume FOLDER` continues, and every later 
   mok train --data notes/ --steps 500       your own text: a file or a folder
   mok train --resume out/train-1            continue a run that was stopped
   mok train --moe-impl reference --steps 10 the same model computed by the specification, slowly"""
-SAMPLE_BYTES = 256
 _PROMPT_BYTES = 32
 # command-line name -> (type, help); their defaults are TrainSettings' own
 _SETTINGS: dict[str, tuple[type, str]] = {
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--audit", metavar="FILE", help="write a record of every step's digests, that mok audit can check, replay and compare; "
                                                         "with --resume: the record of that run, to continue")
     add_device_argument(parser)
+    parser.add_argument("--sample-bytes", type=int, metavar="INT", default=256, help="length of the text written at the end (default: 256; 0 = none)")
     for name, (kind, text) in _SETTINGS.items():
         default = "" if name == "precision" else f" (default: {_DEFAULTS[name]})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper() if kind is not str else "NAME", help=text + default)
@@ -79,6 +80,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     from ..lm.run_folder import RunFolder
     from ..lm.trainer import Trainer, fit
 
+    if arguments.sample_bytes < 0:
+        raise ValueError(f"sample_bytes={arguments.sample_bytes} must not be negative")
     started = time.perf_counter()
     device = choose_device(arguments.device)
     with stop_on_signal() as stop:
@@ -100,7 +103,10 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         display = _Display(output, settings.steps)
         with output.bar("training", settings.steps, trainer.step) as display.bar:
             finished = fit(trainer, folder, display, stop)
-        result = _finish(output, trainer, folder, bigram, finished)
+        result = _finish(trainer, folder, bigram)
+        if finished and arguments.sample_bytes > 0:
+            result["sample"] = _sample(output, trainer, folder, arguments.sample_bytes)
+        _print_end(output, result, folder)
         if audit is not None:
             result["audit"] = {"file": arguments.audit, "hash": audit.close(finished)}
             output.line(f"record: {arguments.audit}, closed with hash {result['audit']['hash']}; check it with: mok audit replay {arguments.audit}")
@@ -194,8 +200,8 @@ class _Display:
         self.output.line(f"step {step}/{self.steps}  validation loss {loss:.4f}")
 
 
-def _finish(output: Output, trainer: Trainer, folder: RunFolder, bigram: float, finished: bool) -> dict[str, Any]:
-    """Picture and, after the last step, the sample; returns the JSON document."""
+def _finish(trainer: Trainer, folder: RunFolder, bigram: float) -> dict[str, Any]:
+    """Draws the picture; returns the JSON document."""
     from ..lm.plot import plot_training
 
     metrics = folder.read_metrics()
@@ -203,29 +209,30 @@ def _finish(output: Output, trainer: Trainer, folder: RunFolder, bigram: float, 
     validations = [entry for entry in metrics if "validation_loss" in entry]
     if steps:
         plot_training(metrics, folder.picture, f"mok train: {trainer.settings.config}, {trainer.corpus.name}, step {trainer.step}", bigram)
-    result: dict[str, Any] = {
-        "command": "train", "out": str(folder.path), "finished": finished, "step": trainer.step, "settings": asdict(trainer.settings),
-        "device": str(trainer.device), "parameters": sum(p.numel() for p in trainer.model.parameters()), "loss": steps[-1]["loss"] if steps else None,
-        "validation_loss": validations[-1]["validation_loss"] if validations else None, "bigram_validation_loss": bigram,
-        "tokens_per_s": sorted(entry["tokens_per_s"] for entry in steps)[len(steps) // 2] if steps else None,
+    return {
+        "command": "train", "out": str(folder.path), "finished": trainer.step == trainer.settings.steps, "step": trainer.step,
+        "settings": asdict(trainer.settings), "device": str(trainer.device), "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "loss": steps[-1]["loss"] if steps else None, "validation_loss": validations[-1]["validation_loss"] if validations else None,
+        "bigram_validation_loss": bigram, "tokens_per_s": median(entry["tokens_per_s"] for entry in steps) if steps else None,
     }
-    if not finished:
-        return result
-    result["sample"] = _sample(output, trainer, folder)
-    loss = result["validation_loss"]
-    output.line(f"validation loss {loss:.4f}, bigram model {bigram:.4f}: {'below' if loss < bigram else 'NOT below'} the bigram model")
-    output.line(f"{result['tokens_per_s']:,.0f} tokens/s; picture: {folder.picture}; metrics: {folder.metrics}")
-    return result
 
 
-def _sample(output: Output, trainer: Trainer, folder: RunFolder) -> str:
+def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> None:
+    loss, bigram = result["validation_loss"], result["bigram_validation_loss"]
+    if loss is not None:
+        output.line(f"validation loss {loss:.4f}, bigram model {bigram:.4f}: {'below' if loss < bigram else 'NOT below'} the bigram model")
+    if result["tokens_per_s"] is not None:
+        output.line(f"{result['tokens_per_s']:,.0f} tokens/s; picture: {folder.picture}; metrics: {folder.metrics}")
+
+
+def _sample(output: Output, trainer: Trainer, folder: RunFolder, num_bytes: int) -> str:
     from ..lm.checkpoint import write_atomically
     from ..lm.model import generate
 
     prompt = bytes(trainer.corpus.validation[:_PROMPT_BYTES].tolist())
     trainer.model.eval()
-    with output.bar("sampling", SAMPLE_BYTES) as bar:
-        text = prompt + generate(trainer.model, prompt, SAMPLE_BYTES, seed=trainer.settings.seed, on_byte=bar.advance)
+    with output.bar("sampling", num_bytes) as bar:
+        text = prompt + generate(trainer.model, prompt, num_bytes, seed=trainer.settings.seed, on_byte=bar.advance)
     sample = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text.decode("utf-8", errors="replace"))
     write_atomically(folder.sample, sample + "\n")
     output.line(f"sample, after the {len(prompt)} bytes that it was given:\n{sample}\n")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..config import MoEConfig
 from ..layer import MoE
 from .data import VOCAB_SIZE
+from .linear import Linear, linear
 from .reference_moe import ReferenceMoE
 
 MOE_IMPLS = ("engine", "reference")
@@ -73,17 +74,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
-
-
-class Linear(nn.Module):
-    """y = x @ weight.T, no bias: x (B, S, in) -> (B, S, out)."""
-
-    def __init__(self, in_features: int, out_features: int, std: float, generator: torch.Generator) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(out_features, in_features, generator=generator) * std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 def rope_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -165,7 +155,7 @@ class LanguageModel(nn.Module):
             x = block(x, self.cos, self.sin)
         x = self.norm(x)
         # tied: x still holds its token's own embedding, of squared norm H, so that anything larger starts sure that bytes repeat
-        return F.linear(x, self.embedding / self.config.hidden_size) if self.head is None else self.head(x)
+        return linear(x, self.embedding / self.config.hidden_size) if self.head is None else self.head(x)
 
 
 def sequence_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def test_a_run_writes_metrics_picture_sample_and_checkpoint(finished):
     assert sum(map(sum, step["expert_load"])) == 2 * 2 * 4 * 32           # layers * K * sequences * bytes
     assert 0 < step["balance"] <= 1 and step["tokens_per_s"] > 0
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert len((folder / "sample.txt").read_text()) > 100
+    assert len((folder / "sample.txt").read_text()) > 30
     assert [p.name for p in list_checkpoints(folder / "checkpoints")] == ["step-00000000", "step-00000004"]
     assert not [p for p in folder.rglob("*") if "partial" in p.name]
 
@@ -55,10 +55,10 @@ def test_json_is_one_document_on_the_last_line(tmp_path: Path, capsys):
 
 
 def test_resume_continues_where_the_run_ended(finished, tmp_path: Path, capsys):
-    text, folder = finished
+    _, folder = finished
     shutil.copytree(folder, tmp_path / "run")
-    status, document, _ = run_json(capsys, "train", "--resume", str(tmp_path / "run"), "--steps", "6", "--device", "cpu")
-    assert status == 0 and document["step"] == 6
+    status, document, _ = run_json(capsys, "train", "--resume", str(tmp_path / "run"), "--steps", "6", "--device", "cpu", "--sample-bytes", "0")
+    assert status == 0 and document["step"] == 6 and "sample" not in document
     assert losses(tmp_path / "run")[:4] == losses(folder) and len(losses(tmp_path / "run")) == 6
 
 
@@ -73,6 +73,7 @@ def test_resume_continues_where_the_run_ended(finished, tmp_path: Path, capsys):
     (["--moe-impl", "magic"], ["moe_impl='magic'", "engine, reference"]),
     (["--device", "quantum"], ["device='quantum'", "cpu, cuda"]),
     (["--device", "cuda:63"], ["device='cuda:63'", "GPU(s)"]),
+    (["--sample-bytes", "-1"], ["sample_bytes=-1"]),
     (["--learning-rate", "-1"], ["learning_rate=-1.0", "positive"]),
     (["--resume", "{tmp}"], ["resume=", "must be the folder of a run"]),
     (["--nonsense"], ["--nonsense"]),
@@ -150,7 +151,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_resumed_run_equals_an_uninterrupted_
     assert list_checkpoints(tmp_path / "stopped" / "checkpoints")[-1].name == f"step-{done:08d}"
     assert not [p for p in tmp_path.rglob("*") if "partial" in p.name]
 
-    assert main(["train", "--resume", str(tmp_path / "stopped"), "--steps", str(done + 2), "--device", "cpu"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "stopped"), "--steps", str(done + 2), "--device", "cpu", "--sample-bytes", "0"]) == 0
     assert main([*common, "--out", str(tmp_path / "whole"), "--steps", str(done + 2)]) == 0
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     assert len(set(losses(tmp_path / "whole"))) == done + 2

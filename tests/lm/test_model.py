@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mok.lm.linear import linear
 from mok.lm.model import CONFIGS, LanguageModel, ModelConfig, RMSNorm, apply_rope, config_by_name, generate, rope_tables, sequence_losses
 
 TINY = CONFIGS["tiny"]
@@ -101,3 +102,37 @@ def test_bad_sizes_and_names_are_named():
         config_by_name("huge")
     with pytest.raises(ValueError, match=r"moe_impl='magic' must be one of engine, reference"):
         LanguageModel(TINY, moe_impl="magic")
+
+
+@pytest.mark.parametrize(("precision", "seq_len"), [(torch.float32, 7), (torch.float32, 64), (torch.bfloat16, 64)])
+def test_a_sequences_loss_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(precision, seq_len):
+    """What makes a loss independent of the number of ranks. 7 rows: there a plain library product changes bits with threads on an AMD Zen 5."""
+    model = LanguageModel(replace(CONFIGS["small"], num_layers=1), seed=0)
+    windows = torch.randint(256, (5, seq_len + 1))
+    before = torch.get_num_threads()
+
+    def losses(part):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            return sequence_losses(model(part[:, :-1]), part[:, 1:])
+
+    try:
+        whole = losses(windows)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(losses(windows), whole), threads
+            assert torch.equal(torch.cat([losses(part) for part in windows.split([1, 3, 1])]), whole), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_linear_is_a_plain_product_with_its_gradients():
+    x, weight, dy = torch.randn(3, 5, 7, requires_grad=True), torch.randn(4, 7, requires_grad=True), torch.randn(3, 5, 4)
+    got = torch.autograd.grad(linear(x, weight), [x, weight], dy)
+    expected = torch.autograd.grad(x @ weight.T, [x, weight], dy)
+    torch.testing.assert_close(linear(x, weight), x @ weight.T)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(y, [x, weight], dy.bfloat16()))

@@ -12,7 +12,7 @@ import torch
 from mok.lm.checkpoint import list_checkpoints, load_checkpoint
 from mok.lm.data import Corpus, bigram_loss, load_corpus
 from mok.lm.run_folder import RunFolder
-from mok.lm.trainer import TrainSettings, Trainer, clip_gradients, fit, load_balance, native_precision
+from mok.lm.trainer import Trainer, TrainSettings, clip_gradients, fit, load_balance, native_precision
 
 SETTINGS = TrainSettings(config="tiny", steps=6, precision="fp32", batch_size=4, warmup_steps=2, eval_every=3, save_every=100, eval_tokens=256)
 
@@ -192,7 +192,8 @@ def test_a_checkpoint_of_another_text_or_size_is_refused_with_both_quantities(tm
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"steps": 0}, "steps=0 must be at least 1"), ({"precision": "fp8"}, "precision='fp8' must be one of fp32, bf16"),
-    ({"moe_impl": "x"}, "moe_impl='x' must be one of engine, reference"), ({"batch_size": 5, "accumulate": 2}, "batch_size=5 must be a multiple of accumulate=2"),
+    ({"moe_impl": "x"}, "moe_impl='x' must be one of engine, reference"),
+    ({"batch_size": 5, "accumulate": 2}, "batch_size=5 must be a multiple of accumulate=2"),
     ({"learning_rate": 0.0}, "learning_rate=0.0 must be a positive number"), ({"seed": -1}, "seed=-1 must be a number of at least 0"),
     ({"config": "big"}, "config='big' must be one of tiny, small, 1b"), ({"learning_rate": math.nan}, "learning_rate=nan must be a positive number"),
     ({"weight_decay": math.nan}, "weight_decay=nan must be a number of at least 0"),
