@@ -29,6 +29,9 @@ class BrokenChain(Exception):
 class Record:
     """A record that was read. header: fingerprint and configuration. steps[i]: entries of step i. resumes: lines of kind "resume".
 
+    A configuration holds the trainer's settings, the corpus with its sha256, data (where it was; None = the default text), device ("cpu" or
+    "cuda"), ranks, and the threads of one rank.
+
     hashes[i]: hash of step i's line. end: the closing line, None where it is missing.
     """
 
@@ -57,6 +60,8 @@ def read_record(path: str | os.PathLike[str], *, may_be_open: bool = False) -> R
     for number, raw in enumerate(lines, start=1):
         line = _check_line(path, number, raw, previous, 0 if record is None else len(record.steps))
         previous = line["hash"]
+        if "configuration" in line:
+            _check_configuration(path, line["configuration"])
         if number == 1:
             record = Record(str(path), line)
             continue
@@ -115,7 +120,17 @@ _FIELDS = {
     "resume": ("kind", "step", "fingerprint", "configuration", "previous", "hash"),
     "end": ("kind", "steps", "finished", "previous", "hash"),
 }
+_CONFIGURATION = {"settings": dict, "corpus": dict, "device": str, "ranks": int, "threads": int}
 _OBJECTS = ("entries", "fingerprint", "configuration")
+
+
+def _check_configuration(path: str | os.PathLike[str], configuration: dict[str, Any]) -> None:
+    """ValueError unless it holds what every reader of a record relies on."""
+    for name, kind in _CONFIGURATION.items():
+        if not isinstance(configuration.get(name), kind):
+            raise ValueError(f"record={str(path)!r} must hold the run's {name} as {kind.__name__}, found {configuration.get(name)!r}")
+    if not isinstance(configuration["corpus"].get("sha256"), str):
+        raise ValueError(f"record={str(path)!r} must hold the text's sha256, found {configuration['corpus']}")
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 from mok.audit import BrokenChain, RecordWriter, canonical, read_record
 
 FINGERPRINT = {"torch": "2.99", "cpu": "a processor"}
-CONFIGURATION = {"settings": {"seed": 0, "learning_rate": 2e-3}, "corpus": {"name": "text", "sha256": "00"}, "data": None, "ranks": 1}
+CONFIGURATION = {"settings": {"seed": 0, "learning_rate": 2e-3}, "corpus": {"name": "text", "sha256": "00"}, "data": None, "device": "cpu",
+                 "ranks": 1, "threads": 2}
 NUMBERS = (0.1, 1e-300, 5.379401385784149, 1 / 3, -0.0)
 
 
@@ -153,6 +154,14 @@ def test_an_existing_file_is_not_overwritten_and_a_bad_place_is_refused(tmp_path
         with pytest.raises(ValueError, match=f"audit=.*{message}"):
             RecordWriter.create(place, FINGERPRINT, CONFIGURATION)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name, value", [("settings", []), ("corpus", {"name": "a"}), ("corpus", None), ("ranks", "1"), ("device", 0), ("threads", None)])
+def test_a_configuration_that_no_run_writes_is_refused(tmp_path: Path, name, value):
+    path = write(tmp_path / "a")
+    forge(path, lambda lines: lines[0]["configuration"].update({name: value}))
+    with pytest.raises(ValueError, match="record=.* must hold"):
+        read_record(path)
 
 
 @pytest.mark.parametrize("contents", [b"", b"\n", b"text\n", b"[]\n", b'{"kind":"header"}\n', b'{"kind":"step"}\n', b"\xff\xfe\n", b"[" * 100_000 + b"\n",
