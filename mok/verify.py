@@ -298,17 +298,17 @@ def worst_block(actual: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dt
     as blocks of their own as well, one for each expert, so that a fault in one expert's few rows is not hidden. Exactly zero stays exactly zero.
     """
     a, b, t = (_matrices(tensor.to(torch.float64)) for tensor in (actual, baseline, truth))
-    stacked = torch.stack([(a - t).abs().nan_to_num(nan=torch.inf), (b - t).abs(), t])
+    stacked = torch.stack([(a - t).abs().nan_to_num(nan=torch.inf), (b - t).abs(), t.abs()])
     parts = [_block_statistics(stacked, _BLOCK)]
     parts += [_block_statistics(stacked[:, :, rows], len(rows)) for rows in row_groups if len(rows)]
-    (error, base, rms, count), (largest, base_largest, _, _) = torch.cat(parts, dim=2)
+    (error, base, rms, count), (largest, base_largest, truth_largest, _) = torch.cat(parts, dim=2)
     if error.numel() == 0:
         return BlockError(0.0, 0.0, 0.0)
     base = torch.where(count < _FEW, base.clamp(min=float((b - t).square().mean().sqrt())), base)
     allowed = 2 * base + _ULPS.get(dtype, 2.0) * torch.finfo(dtype).eps * rms
-    zero = rms == 0
+    zero = truth_largest == 0                              # not the RMS, whose squares underflow
     nonzero_ratio = torch.maximum(error / allowed, largest / torch.maximum(_OUTLIER * allowed, 2 * base_largest))
-    ratio = torch.where(zero, torch.where(error == 0, 0.0, torch.inf), nonzero_ratio)
+    ratio = torch.where(zero, torch.where(largest == 0, 0.0, torch.inf), nonzero_ratio)
     i = int(ratio.argmax())
     scale = float(rms[i]) or 1.0
     return BlockError(float(ratio[i]), float(error[i]) / scale, float(allowed[i]) / scale)

@@ -1,0 +1,181 @@
+"""`mok verify` and `mok info`: sound engines pass, each kind of broken one fails the check that is for it, and the exit status says so."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import bad_input, run_json
+
+from mok import verify
+from mok.engines.cpu import CpuEngine
+from mok.verify import Case, Target, check_target, worst_block
+
+CPU = torch.device("cpu")
+# small stand-ins for the real lists: an odd size with an empty expert, and biases with a gated shared expert and masked routes
+CASES = (Case("odd", T=150, H=43, I=21, E=4, K=2),
+         Case("everything", T=140, H=32, I=48, E=5, K=3, biases=True, shared=((16, True),), masked=0.2))
+BITWISE = (Case("bits", T=300, H=43, I=21, E=5, K=2, masked=0.02),)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(verify, "CASES", CASES)
+    monkeypatch.setattr(verify, "BITWISE_CASES", BITWISE)
+
+
+def failed(monkeypatch, engine: CpuEngine, dtype=torch.float32) -> set[str]:
+    monkeypatch.setattr(verify, "get_engine", lambda name: engine)
+    return {check.name for check in check_target(Target("cpu", CPU, dtype)) if not check.passed}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_cpu_engine_passes(monkeypatch, dtype):
+    assert failed(monkeypatch, CpuEngine(), dtype) == set()
+
+
+class DropsAnExpert(CpuEngine):
+    """Expert 2's gate/up gradient stays zero: a fault that an error pooled over all experts would still show, and one in bf16 too."""
+
+    def backward(self, *args):
+        grads = super().backward(*args)
+        grads.w_gate_up[2] = 0
+        return grads
+
+
+class OneWrongElement(CpuEngine):
+    """One element of the few tokens that begin with a large number; the same tokens in every batch, so no promise is broken."""
+
+    def forward(self, plan, tensors, options):
+        y, saved = super().forward(plan, tensors, options)
+        y[tensors.x[:, 0] > 2, -1] += 1.0
+        return y, saved
+
+
+class ForgetsAMaskedToken(CpuEngine):
+    """d_topk_weights of routes to no expert must be exactly zero."""
+
+    def backward(self, plan, tensors, options, saved, dy, wants, main_grad):
+        grads = super().backward(plan, tensors, options, saved, dy, wants, main_grad)
+        none = (plan.slot_to_row < 0).view(grads.topk_weights.shape)
+        grads.topk_weights[none] = 1e-3
+        return grads
+
+
+class WritesNaN(CpuEngine):
+    def backward(self, plan, tensors, *args):
+        grads = super().backward(plan, tensors, *args)
+        grads.x[tensors.x[:, 0] > 2, 0] = torch.nan
+        return grads
+
+
+class NeverTheSame(CpuEngine):
+    """The last bit of one gradient depends on how many calls there were (P1), which every repetition sees."""
+
+    calls = 0
+
+    def backward(self, *args):
+        grads = super().backward(*args)
+        NeverTheSame.calls += 1
+        if NeverTheSame.calls % 2:
+            grads.w_down[0, 0, 0] = torch.nextafter(grads.w_down[0, 0, 0], torch.tensor(9.0))
+        return grads
+
+
+class CountsThreads(CpuEngine):
+    """A weight gradient whose last bit depends on the number of threads (P2)."""
+
+    def backward(self, *args):
+        grads = super().backward(*args)
+        if torch.get_num_threads() == 3:
+            grads.w_gate_up[0, 0, 0] = torch.nextafter(grads.w_gate_up[0, 0, 0], torch.tensor(9.0))
+        return grads
+
+
+class CountsTokens(CpuEngine):
+    """A result whose last bit depends on the size of the batch (P4)."""
+
+    def forward(self, plan, tensors, options):
+        y, saved = super().forward(plan, tensors, options)
+        if tensors.x.shape[0] == 5:
+            y[0, 0] = torch.nextafter(y[0, 0], torch.tensor(9.0))
+        return y, saved
+
+
+@pytest.mark.parametrize(("engine", "checks"), [
+    (DropsAnExpert, {"dw_gate_up"}), (OneWrongElement, {"y"}), (ForgetsAMaskedToken, {"d_topk_weights"}), (WritesNaN, {"dx"}),
+    (NeverTheSame, {"P1"}), (CountsThreads, {"P2"}), (CountsTokens, {"P4"}),
+])
+def test_a_broken_engine_fails_the_check_that_is_for_it(monkeypatch, engine, checks):
+    assert checks <= failed(monkeypatch, engine())
+    if engine is not NeverTheSame:                     # which breaks every comparison of two runs
+        assert checks == failed(monkeypatch, engine())
+
+
+def test_one_wrong_element_shows_in_bf16_too():
+    truth = torch.randn(300, 300, dtype=torch.float64)
+    baseline = truth.bfloat16()
+    sound = worst_block(truth.bfloat16(), baseline, truth, torch.bfloat16)
+    assert sound.ratio <= 1 and sound.error > 0
+    wrong = truth.bfloat16()
+    wrong[299, 299] += 1
+    assert worst_block(wrong, baseline, truth, torch.bfloat16).ratio > 1
+
+
+def test_a_fault_in_few_rows_of_one_expert_shows_by_its_group_alone():
+    """Five rows with 30 times the error of the rest: hidden in a block of 128 rows, not in a group of their own."""
+    truth = torch.randn(128, 128, dtype=torch.float64)
+    noise = torch.randn(128, 128, dtype=torch.float64) * 1e-3
+    rows = torch.arange(3, 8)
+    actual = truth + noise
+    actual[rows] += 30 * noise[rows]
+    args = (actual, truth + 5 * noise.flip(0), truth, torch.float32)
+    assert worst_block(*args).ratio <= 1
+    assert worst_block(*args, row_groups=[torch.arange(50, 60), rows]).ratio > 1
+
+
+def test_zero_stays_exactly_zero_and_nan_never_passes():
+    truth = torch.zeros(4, 4, dtype=torch.float64)
+    assert worst_block(truth.clone(), truth, truth, torch.float32).ratio == 0
+    assert worst_block(truth + 1e-300, truth, truth, torch.float32).ratio == float("inf")
+    one = torch.ones(4, 4, dtype=torch.float64)
+    assert worst_block(one * torch.nan, one, one, torch.float32).ratio == float("inf")
+
+
+def test_command_prints_a_table_and_json_and_its_status_says_whether_all_passed(monkeypatch, capsys):
+    status, document, lines = run_json(capsys, "verify", "--device", "cpu")
+    assert status == 0 and document["passed"] and len(document["checks"]) == 3 * (8 + 3)
+    assert {check["dtype"] for check in document["checks"]} == {"fp64", "fp32", "bf16"}
+    assert any("33 of 33 checks passed" in line for line in lines)
+    monkeypatch.setattr(verify, "get_engine", lambda name: OneWrongElement())
+    status, document, lines = run_json(capsys, "verify", "--device", "cpu")
+    assert status == 1 and not document["passed"]
+    assert {check["name"] for check in document["checks"] if not check["passed"]} == {"y"}
+    assert any("FAIL" in line for line in lines)
+
+
+def test_bad_arguments_are_refused(capsys):
+    assert "device='tpu'" in bad_input(capsys, "verify", "--device", "tpu")
+    assert "target='sm_12' must be one of" in bad_input(capsys, "verify", "--compile-only", "sm_12")
+
+
+def test_info_names_engines_versions_and_reasons(capsys):
+    status, document, _ = run_json(capsys, "info")
+    assert status == 0
+    assert document["versions"]["torch"] == torch.__version__
+    engines = {entry["engine"]: entry for entry in document["engines"]}
+    assert set(engines) == {"cpu", "hopper", "torch_gpu"} and engines["cpu"]["available"]
+    if not torch.cuda.is_available():
+        assert not engines["hopper"]["available"] and torch.__version__ in engines["hopper"]["detail"]
+    assert document["cpu_self_check"].startswith(("ok", "failed"))
+
+
+def test_the_real_cases_meet_the_rules_for_bitwise_tests():
+    """At least 10^4 routes, 10^6 activation elements, one of them of odd H and I, an empty expert."""
+    from importlib import reload
+
+    for case in reload(verify).BITWISE_CASES:
+        assert case.T * case.K >= 10**4 and case.T * case.K * case.I >= 10**6
+        problem = verify.make_problem(replace(case, T=400), Target("cpu", CPU, torch.float32), seed=0)
+        assert (problem.topk_ids == case.E - 1).sum() == 0
+    assert any(case.H % 2 and case.I % 2 for case in verify.BITWISE_CASES)
