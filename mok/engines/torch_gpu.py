@@ -284,7 +284,7 @@ class TorchGpuEngine:
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
         """y (T, H) in x's dtype and what backward needs."""
         _check_precision(options)
-        x, K = tensors.x, tensors.topk_weights.shape[1]
+        x, K = tensors.x.contiguous(), tensors.topk_weights.shape[1]
         journey = self._journey(plan, K)
         (x_rows,), _ = journey.dispatch("dispatch", [x])
         y_rows, z = experts_forward(plan, x_rows, tensors, options)
@@ -292,7 +292,7 @@ class TorchGpuEngine:
         assert y_home is not None
         total = combine(journey.home_plan, y_home, tensors.topk_weights)
         shared_z = [x.new_empty(x.shape[0], 0)]
-        for expert in tensors.shared:
+        for expert in _contiguous(tensors.shared):
             total, z_of_expert = add_shared_forward(total, x, expert, options)
             shared_z.append(z_of_expert)
         if options.save_for_backward:
@@ -303,7 +303,7 @@ class TorchGpuEngine:
                  main_grad: MainGrad | None) -> Grads:
         """Gradients for dy (T, H), those that `wants` names."""
         _check_precision(options)
-        x, (T, K) = tensors.x, tensors.topk_weights.shape
+        x, dy, (T, K) = tensors.x.contiguous(), dy.contiguous(), tensors.topk_weights.shape
         dtype = x.dtype
         grads = Grads(shared=[(None, None, None)] * len(tensors.shared))
         dx = None
@@ -322,7 +322,7 @@ class TorchGpuEngine:
             grads.b_gate_up = _deliver(rows.b_gate_up, dtype, None)
             grads.b_down = _deliver(rows.b_down, dtype, None)
         shared_z = saved.shared_z.split([expert.w_gate_up.shape[0] for expert in tensors.shared], dim=1) if tensors.shared else ()
-        for i, (expert, z, want) in enumerate(zip(tensors.shared, shared_z, wants.shared, strict=True)):
+        for i, (expert, z, want) in enumerate(zip(_contiguous(tensors.shared), shared_z, wants.shared, strict=True)):
             if wants.x or any(want):
                 dx, grads.shared[i] = shared_backward(dx, x, dy, z, expert, options, want)
         if dx is not None:
@@ -371,6 +371,11 @@ def _deliver(gradient: Tensor | None, dtype: torch.dtype, accumulator: Tensor | 
         accumulator.add_(gradient)
         return None
     return gradient.to(dtype).contiguous()
+
+
+def _contiguous(shared: tuple[SharedWeights, ...]) -> list[SharedWeights]:
+    """Shared experts in one layout: libraries choose another product, with other bits, for other strides."""
+    return [SharedWeights(s.w_gate_up.contiguous(), s.w_down.contiguous(), None if s.gate_weight is None else s.gate_weight.contiguous()) for s in shared]
 
 
 def _check_precision(options: PassOptions) -> None:

@@ -154,7 +154,8 @@ def test_frozen_inputs_come_back_as_none_and_the_rest_unchanged(dtype, device):
     ids, tensors = case(dtype=dtype, H=32, I=16, shared=1, device=device)
     dy = torch.randn(37, 32, device=device).to(dtype)
     _, everything = run(ids, tensors, dy)
-    for flags in itertools.product((False, True), repeat=6):
+    combinations = [(*four, four[3], four[2]) for four in itertools.product((False, True), repeat=4)]       # each bias frozen with the other's weight
+    for flags in [*combinations, (False,) * 4 + (True, False), (False,) * 4 + (False, True)]:
         wants = Wants(*flags, shared=((flags[0], flags[1], flags[2]),))
         _, grads = run(ids, tensors, dy, wants=wants)
         for name, wanted in zip(NAMES, flags):

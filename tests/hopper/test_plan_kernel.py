@@ -52,7 +52,7 @@ def test_worked_example_of_the_plan():
     (0, 2, 3),          # no token: nothing to dereference
     (1, 1, 1),          # the smallest layer
     (1, 8, 128),        # rows are nearly all padding: more programs than chunks
-    (127, 1, 4), (128, 1, 4), (129, 1, 4),      # around one block of ranked slots
+    (31, 1, 4), (32, 1, 4), (33, 1, 4),         # around one block of ranked slots
     (73, 7, 32),        # 511 slots, and E as wide as the first class
     (171, 3, 33),       # 513 slots, and E one over it
     (40, 33, 33),       # K = E
@@ -75,7 +75,7 @@ def test_one_expert_takes_everything_and_all_routes_masked():
 def test_the_chunking_changes_no_bit(max_chunks, monkeypatch):
     """1: one program walks over every block; 4: several blocks a chunk, a short last chunk, and fewer chunks than groups of tiles."""
     monkeypatch.setattr(plan_kernel, "MAX_CHUNKS", max_chunks)
-    assert plan_kernel.chunking(2100) == ((2176, 1) if max_chunks == 1 else (640, 4))
+    assert plan_kernel.chunking(2100) == ((2112, 1) if max_chunks == 1 else (544, 4))
     assert_same_plan(routes(700, 3, 9).to(DEVICE), 9)
     assert_same_plan(routes(64, 2, 64).to(DEVICE), 64)
 
@@ -125,6 +125,7 @@ def test_bad_arguments_name_themselves():
 
 
 def test_row_numbers_that_leave_31_bits_are_refused():
+    assert plan_kernel.chunking(1000) == (32, 32) and plan_kernel.chunking(0) == (32, 1)
     assert plan_kernel.unsupported_reason(2**31 - 2**24, 8) is None
     assert "rows" in plan_kernel.unsupported_reason(2**31 - 2**22, 8)
     chunk_slots, num_chunks = plan_kernel.chunking(2**31 - 2**24)

@@ -21,16 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import BLOCK_M
-from ...plan import RoutingPlan, empty_plan_like, plan_capacity
+from ...plan import RoutingPlan, empty_plan_like
 from ...runtime import EXPERT_RADIX, runtime
 
-EXPERT_CLASSES = (32, 128, 512, 1024)   # widths of the per-expert vectors: the only sizes that select another binary
-MAX_CHUNKS = 512                        # programs of launches 1 and 3; fewer than four to an SM, so all are resident on an H200
+EXPERT_CLASSES = (32, 128, 256, 512, 1024)   # widths of the per-expert vectors: the only sizes that select another binary
+MAX_CHUNKS = 512                        # programs of launches 1 and 3; 1024 gains a microsecond in launch 3 and loses four before it (H200)
 BLOCK_COUNT = 512                       # slots counted at a time
-BLOCK_RANK = 128                        # slots ranked against each other at a time
+BLOCK_RANK = 32                         # slots ranked against each other at a time, one for each thread
 BLOCK_EXPERTS = 8                       # experts scanned by one program of launch 2: 32 bytes, one memory sector a chunk
 BLOCK_TILES = 8                         # row tiles filled at a time
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}   # BLOCK_RANK slots are one for each thread; no float here, Triton 3.9 warns if left open
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}     # no float here: fusion is named because Triton 3.9 warns where it is left open
+SCATTER_LAUNCH = {**LAUNCH, "num_warps": 1}
 _NOT_SPECIALIZED = ["num_slots", "top_k", "num_experts", "stride_token", "stride_k", "chunk_slots", "num_chunks", "capacity_tiles"]
 
 
@@ -38,7 +39,7 @@ def unsupported_reason(num_slots: int, num_experts: int, block_m: int = BLOCK_M)
     """Why this builder cannot plan `num_slots` = T*K routes to E experts, or None: E is 1..1024 and rows are counted in 31 bits."""
     if not 1 <= num_experts <= EXPERT_CLASSES[-1]:
         return f"{num_experts=} must be from 1 to {EXPERT_CLASSES[-1]}"
-    if plan_capacity(num_slots, num_experts, block_m) >= 2**31 - 2**23:      # headroom: the end of the last chunk is counted in 32 bits too
+    if num_slots + num_experts * block_m >= 2**31 - 2**23:       # rows at most; headroom: the end of the last chunk is counted in 32 bits too
         return f"T*K={num_slots} routes need more than 2**31 rows"
     return None
 
@@ -52,7 +53,7 @@ def _load_ids(topk_ids, slot, inside, top_k, stride_token, stride_k):
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["topk_ids", "error_word", "counts"])
-def _count_slots_kernel(topk_ids, error_word, counts, num_slots, top_k, num_experts, stride_token, stride_k, chunk_slots,
+def _count_slots_kernel(topk_ids, num_slots, top_k, num_experts, stride_token, stride_k, chunk_slots, error_word, counts,
                         EXPERTS: tl.constexpr, BLOCK: tl.constexpr, RADIX: tl.constexpr):
     chunk = tl.program_id(0)
     begin = chunk * chunk_slots
@@ -105,8 +106,8 @@ def _fill_tiles(group, ends, limits, total, row_to_slot, row_to_rank, tile_to_ex
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED,
             do_not_specialize_on_alignment=["topk_ids", "counts", "tokens_per_expert", "row_to_slot", "row_to_rank", "slot_to_row",
                                             "tile_to_expert", "expert_offsets", "num_tiles"])
-def _scatter_slots_kernel(topk_ids, counts, tokens_per_expert, row_to_slot, row_to_rank, slot_to_row, tile_to_expert, expert_offsets, num_tiles,
-                          num_slots, top_k, num_experts, stride_token, stride_k, chunk_slots, num_chunks, capacity_tiles,
+def _scatter_slots_kernel(topk_ids, num_slots, top_k, num_experts, stride_token, stride_k, chunk_slots, counts, row_to_slot, row_to_rank, slot_to_row,
+                          tile_to_expert, expert_offsets, tokens_per_expert, num_tiles, num_chunks, capacity_tiles,
                           EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -163,23 +164,41 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
     counts = topk_ids.new_empty((num_chunks, experts), dtype=torch.int32)
     capacity_tiles = plan.num_rows // block_m
     programs = max(num_chunks, min(MAX_CHUNKS, triton.cdiv(capacity_tiles, BLOCK_TILES)))
-    stride_token, stride_k = topk_ids.stride()
-    top_k = max(K, 1)
-    # the launches below go to the current device, which need not be that of topk_ids
-    with torch.cuda.device(topk_ids.device) if topk_ids.is_cuda else nullcontext():
-        _count_slots_kernel[(num_chunks,)](topk_ids, runtime.error_word(topk_ids.device), counts, num_slots, top_k, num_experts, stride_token,
-                                           stride_k, chunk_slots, EXPERTS=experts, BLOCK=BLOCK_COUNT, RADIX=EXPERT_RADIX, **LAUNCH)
-        _scan_chunks_kernel[(triton.cdiv(num_experts, BLOCK_EXPERTS),)](counts, plan.tokens_per_expert, num_experts, num_chunks, EXPERTS=experts,
-                                                                       CHUNKS=MAX_CHUNKS, BLOCK=BLOCK_EXPERTS, **LAUNCH)
-        _scatter_slots_kernel[(programs,)](topk_ids, counts, plan.tokens_per_expert, plan.row_to_slot, plan.row_to_rank, plan.slot_to_row,
-                                           plan.tile_to_expert, plan.expert_offsets, plan.num_tiles, num_slots, top_k, num_experts, stride_token,
-                                           stride_k, chunk_slots, num_chunks, capacity_tiles, EXPERTS=experts, BLOCK=BLOCK_RANK, BLOCK_M=block_m,
-                                           TILES=BLOCK_TILES, **LAUNCH)
+    strides = topk_ids.stride()
+    ids = (topk_ids, num_slots, max(K, 1), num_experts, *strides, chunk_slots)
+    launches = (
+        (_count_slots_kernel, num_chunks, LAUNCH, (*ids, runtime.error_word(topk_ids.device), counts, experts, BLOCK_COUNT, EXPERT_RADIX)),
+        (_scan_chunks_kernel, triton.cdiv(num_experts, BLOCK_EXPERTS), LAUNCH,
+         (counts, plan.tokens_per_expert, num_experts, num_chunks, experts, MAX_CHUNKS, BLOCK_EXPERTS)),
+        (_scatter_slots_kernel, programs, SCATTER_LAUNCH,
+         (*ids, counts, *plan.tensors(), num_chunks, capacity_tiles, experts, BLOCK_RANK, block_m, BLOCK_TILES)))
+    variant = ("plan", topk_ids.device, topk_ids.dtype, experts, block_m) if max(map(abs, strides)) < 2**31 else None
+    # launches go to the current device, which need not be that of topk_ids
+    elsewhere = topk_ids.is_cuda and topk_ids.device.index != torch.cuda.current_device()
+    with torch.cuda.device(topk_ids.device) if elsewhere else nullcontext():
+        _launch(launches, variant, topk_ids.device.index)
     return plan
 
 
+def _launch(launches: tuple, variant: tuple | None, device_index: int | None) -> None:
+    """Run (kernel, programs, options, all arguments in order) each; from a variant's second time on without Triton's look at the arguments.
+
+    That look is most of a launch's host time and cannot change its answer: what it would specialise on is in `variant` or switched off.
+    variant: None where an argument's type differs (a stride beyond 32 bits).
+    """
+    compiled = runtime.scratch.get(variant) if variant is not None else None
+    if compiled is None:
+        compiled = [kernel[(programs,)](*arguments, **options) for kernel, programs, options, arguments in launches]
+        if variant is not None and None not in compiled:                # the interpreter compiles nothing
+            runtime.scratch[variant] = compiled
+        return
+    stream = triton.runtime.driver.active.get_current_stream(device_index)
+    for binary, (_, programs, _, arguments) in zip(compiled, launches):
+        binary.run(programs, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
+
+
 def chunking(num_slots: int) -> tuple[int, int]:
-    """(slots in a chunk, a multiple of BLOCK_RANK; number of chunks, 1..MAX_CHUNKS). chunking(1000) == (128, 8)"""
+    """(slots in a chunk, a multiple of BLOCK_RANK; number of chunks, 1..MAX_CHUNKS). chunking(1000) == (32, 32)"""
     chunk_slots = max(1, triton.cdiv(num_slots, MAX_CHUNKS * BLOCK_RANK)) * BLOCK_RANK
     return chunk_slots, max(1, triton.cdiv(num_slots, chunk_slots))
 
@@ -202,5 +221,6 @@ def compile_sources() -> list[tuple[str, object, dict[str, int]]]:
                 types = {"topk_ids": f"*{ids}", "error_word": "*i64", "expert_offsets": "*i64", **dict.fromkeys(_NOT_SPECIALIZED, "i32"),
                          **dict.fromkeys(constants, "constexpr")}
                 signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
-                sources.append((f"plan{kernel.__name__}_{ids}_E{experts}", ASTSource(kernel, signature, constants), LAUNCH))
+                options = SCATTER_LAUNCH if kernel is _scatter_slots_kernel else LAUNCH
+                sources.append((f"plan{kernel.__name__}_{ids}_E{experts}", ASTSource(kernel, signature, constants), options))
     return sources
