@@ -1,0 +1,250 @@
+"""The CPU tile pool: every task once, on single-threaded workers, leaving no trace in anybody's thread settings."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from mok.runtime import Scratch, TilePool, runtime
+
+
+@pytest.fixture
+def pool():
+    return TilePool()
+
+
+def default_threads() -> int:
+    """What a thread that computes for the first time is given."""
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_every_task_runs_once_on_a_single_threaded_worker(pool):
+    runs: list[tuple[int, int, str]] = []
+    pool.run([lambda scratch, i=i: runs.append((i, torch.get_num_threads(), threading.current_thread().name)) for i in range(500)], threads=3)
+    assert sorted(i for i, _, _ in runs) == list(range(500))
+    assert {count for _, count, _ in runs} == {1} and {name for _, _, name in runs} == {"mok-tile"}
+
+
+def test_uses_as_many_threads_as_asked(pool):
+    """All of them at once: each task waits until the others have started; a fourth would not fit."""
+    barrier = threading.Barrier(3)
+    pool.run([lambda scratch: barrier.wait(timeout=20) and None for _ in range(3)], threads=3)
+    running, most, lock = [0], [0], threading.Lock()
+
+    def task(scratch):
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.005)
+        with lock:
+            running[0] -= 1
+
+    pool.run([task] * 20, threads=2)
+    assert most[0] == 2
+
+
+def test_leaves_thread_settings_alone(pool):
+    """The caller's count, the default of new threads, and another thread's own count, although workers set theirs to 1."""
+    before, default = torch.get_num_threads(), default_threads()
+    own: list[int] = []
+    started, finish = threading.Event(), threading.Event()
+
+    def other():
+        torch.get_num_threads()
+        torch.set_num_threads(7)
+        torch.set_num_threads(7)
+        started.set()
+        finish.wait()
+        own.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    started.wait()
+    torch.set_num_threads(before)                                # other()'s call set the default too
+    pool.run([lambda scratch: None] * 10, threads=4)
+    with pytest.raises(ZeroDivisionError):
+        pool.run([lambda scratch: 1 / 0], threads=5)
+    finish.set()
+    thread.join()
+    assert own == [7]
+    assert torch.get_num_threads() == before and default_threads() == default
+
+
+def test_blas_of_a_worker_is_single_threaded(pool):
+    """The thread counts of OpenMP and of MKL, as PyTorch reports them inside a worker, after the caller has set its own."""
+    pool.run([lambda scratch: None], threads=1)
+    torch.set_num_threads(torch.get_num_threads())
+    reports: list[str] = []
+    pool.run([lambda scratch: reports.append(torch.__config__.parallel_info())], threads=1)
+    counts = [line.strip() for line in reports[0].splitlines() if "_get_max_threads()" in line]
+    assert counts and all(line.endswith(": 1") for line in counts), counts
+
+
+def test_an_exception_reaches_the_caller_and_the_pool_lives_on(pool):
+    ran: list[int] = []
+
+    def task(scratch, i):
+        if i == 3:
+            raise ValueError("tile 3")
+        ran.append(i)
+
+    with pytest.raises(ValueError, match="tile 3"):
+        pool.run([lambda scratch, i=i: task(scratch, i) for i in range(100)], threads=1)
+    assert ran == [0, 1, 2]                                      # nothing starts after it
+    with pytest.raises(ValueError, match="tile 3"):
+        pool.run([lambda scratch, i=i: task(scratch, i) for i in range(100)], threads=3)
+    ran.clear()
+    pool.run([lambda scratch: ran.append(1)] * 5, threads=3)
+    assert ran == [1] * 5
+
+
+def test_waits_for_running_tasks_before_it_raises(pool):
+    """A task that writes to the caller's tensor must not outlive the call."""
+    written: list[int] = []
+    slow_started = threading.Event()
+
+    def slow(scratch):
+        slow_started.set()
+        time.sleep(0.2)
+        written.append(1)
+
+    def failing(scratch):
+        slow_started.wait()
+        raise ValueError("fails while another runs")
+
+    with pytest.raises(ValueError, match="fails"):
+        pool.run([slow, failing], threads=2)
+    assert written == [1]
+
+
+def test_several_threads_use_one_pool(pool):
+    """Every caller gets all of its own tasks done, and its own exception."""
+    outcomes: list[str] = []
+
+    def caller(number: int):
+        for _ in range(20):
+            mine: list[int] = []
+            tasks = [lambda scratch, i=i, mine=mine: mine.append(i) for i in range(30)]
+            if number == 0:
+                try:
+                    pool.run([*tasks, lambda scratch: 1 / 0], threads=2)
+                    outcomes.append("no error")
+                except ZeroDivisionError:
+                    pass
+            else:
+                pool.run(tasks, threads=number)
+                if sorted(mine) != list(range(30)):
+                    outcomes.append(f"caller {number} saw {len(mine)} tasks")
+
+    callers = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    assert outcomes == []
+
+
+def test_no_task_is_kept_after_the_call(pool):
+    """The tensors that a pass's tasks hold are free when it returns, although the workers live on."""
+    class Held:
+        alive = 0
+
+        def __init__(self):
+            Held.alive += 1
+
+        def __del__(self):
+            Held.alive -= 1
+
+    held = Held()
+    pool.run([lambda scratch, held=held: None for _ in range(4)], threads=2)
+    del held
+    deadline = time.monotonic() + 5
+    while Held.alive and time.monotonic() < deadline:            # a worker may still be on its way back to the queue
+        time.sleep(0.01)
+    assert Held.alive == 0
+
+
+def test_works_after_a_fork():
+    """The child has no pool threads: it starts its own."""
+    code = """
+import os, sys, torch
+from mok.runtime import runtime
+done = []
+runtime.tiles.run([lambda scratch: done.append(1)] * 4)
+pid = os.fork()
+if pid == 0:
+    runtime.tiles.run([lambda scratch: done.append(1)] * 4, threads=2)
+    os._exit(0 if len(done) == 8 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def test_ctrl_c_waits_for_running_tasks():
+    """SIGINT while tasks run: KeyboardInterrupt in the caller, no task afterwards."""
+    code = """
+import os, signal, threading, time
+from mok.runtime import runtime
+count = [0]
+def task(scratch):
+    time.sleep(0.05)
+    count[0] += 1
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    runtime.tiles.run([task] * 1000, threads=2)
+    raise SystemExit("no KeyboardInterrupt")
+except KeyboardInterrupt:
+    seen = count[0]
+time.sleep(0.2)
+assert 0 < seen == count[0] < 1000, (seen, count[0])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def test_scratch_grows_and_is_reused():
+    scratch = Scratch()
+    small = scratch.get("a", 2, 3, torch.float32)
+    assert small.shape == (2, 3) and small.is_contiguous()
+    assert scratch.get("a", 3, 2, torch.float32).data_ptr() == small.data_ptr()
+    large = scratch.get("a", 20, 30, torch.float32, pitch=32)
+    assert large.shape == (20, 30) and large.stride() == (32, 1)
+    assert scratch.get("a", 2, 3, torch.float64).data_ptr() != large.data_ptr()
+    assert scratch.num_bytes() == 20 * 32 * 4 + 2 * 3 * 8
+
+    source = torch.ones(2, 2)
+    kept = scratch.kept("w", ("pass", 0), source, torch.float64)
+    source.fill_(2)
+    assert scratch.kept("w", ("pass", 0), source, torch.float64) is kept and kept.eq(1).all()
+    assert scratch.kept("w", ("pass", 1), source, torch.float64).eq(2).all()
+
+
+def test_matmul_precision_is_shared_waited_for_and_restored():
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    order: list[str] = []
+    inside = threading.Event()
+
+    def other_mode():
+        inside.wait()
+        with runtime.fp32_matmul("ieee"):
+            order.append(f"ieee pass with {setting.fp32_precision}")
+
+    thread = threading.Thread(target=other_mode)
+    thread.start()
+    with pytest.raises(ZeroDivisionError), runtime.fp32_matmul("bf16"), runtime.fp32_matmul("bf16"):
+        inside.set()
+        time.sleep(0.1)
+        order.append(f"bf16 pass with {setting.fp32_precision}")
+        1 / 0
+    thread.join()
+    assert order[0] == "bf16 pass with bf16" and order[1] in ("ieee pass with none", "ieee pass with ieee")
+    assert setting.fp32_precision == before
