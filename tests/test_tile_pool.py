@@ -244,7 +244,7 @@ def test_matmul_precision_is_shared_waited_for_and_restored():
         inside.set()
         time.sleep(0.1)
         order.append(f"bf16 pass with {setting.fp32_precision}")
-        1 / 0
+        raise ZeroDivisionError
     thread.join()
     assert order[0] == "bf16 pass with bf16" and order[1] in ("ieee pass with none", "ieee pass with ieee")
     assert setting.fp32_precision == before
