@@ -1,0 +1,197 @@
+"""One input of the layer for a reported fault: seeded data, a run with every gradient, and the comparison with the float64 reference."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from oracle import baseline_same_dtype, check_close
+from torch import Tensor
+
+import mok
+from mok.reference import moe_reference
+
+WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+@dataclass
+class Problem:
+    """Arguments of `mok.moe` (detached tensors) and the output's gradient dy (T, H). `settings`: activation and other arguments by name."""
+
+    tensors: dict[str, Tensor]
+    shared: list[tuple[Tensor, Tensor, Tensor | None]]
+    dy: Tensor
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def changed(self, **tensors: Tensor) -> Problem:
+        """A copy with some tensors replaced ("dy" too)."""
+        dy = tensors.pop("dy", self.dy)
+        return Problem(self.tensors | tensors, self.shared, dy, self.settings)
+
+    def leaves(self, convert: Callable[[Tensor], Tensor] = lambda t: t, grad: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(arguments of the layer with fresh leaves, those leaves by name); strides are kept."""
+        arguments, leaves = {}, {}
+        for name, tensor in self.tensors.items():
+            arguments[name] = tensor
+            if tensor.is_floating_point():
+                arguments[name] = leaves[name] = convert(tensor.detach()).requires_grad_(grad)
+        shared = []
+        for i, parts in enumerate(self.shared):
+            fresh = [None if p is None else convert(p.detach()).requires_grad_(grad) for p in parts]
+            shared.append(tuple(fresh))
+            leaves |= {f"shared{i}.{name}": p for name, p in zip(("w_gate_up", "w_down", "gate_weight"), fresh) if p is not None}
+        arguments["shared"] = shared
+        return arguments, leaves
+
+    def run(self, layer: Callable[..., Tensor] = mok.moe) -> dict[str, Tensor]:
+        """{"y": y, name: gradient of every floating input}."""
+        arguments, leaves = self.leaves()
+        arguments["shared"] = [mok.SharedExpert(*parts) for parts in arguments["shared"]]
+        y = layer(**arguments, **self.settings)
+        y.backward(self.dy)
+        return collect(y, leaves)
+
+    def truth(self) -> dict[str, Tensor]:
+        """What `run` returns, by the reference in float64."""
+        return self._plain(moe_reference, torch.float64)
+
+    def baseline(self) -> dict[str, Tensor]:
+        """What `run` returns, by a plain loop over experts in the dtype under test."""
+        return self._plain(baseline_same_dtype, None)
+
+    def _plain(self, layer: Callable[..., Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        arguments, leaves = self.leaves(lambda t: t if dtype is None else t.to(dtype))
+        y = layer(**arguments, **self.settings)
+        y.backward(self.dy.to(y.dtype))
+        return collect(y, leaves)
+
+    def _usual_error(self, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Elementwise size of the error that a plain loop makes, at least its error over the whole result relative to the element: a small
+        block in which it was lucky sets no standard.
+
+        In fp32, where the order of a sum decides its error, the worse of two orders is taken, and doubled: in these small problems a block's
+        largest error is one draw, and a draw three times another's is no fault.
+        """
+        errors = [{name: (value.double() - truth[name]).abs() for name, value in self.baseline().items()}]
+        if self["x"].dtype == torch.float32:
+            with _SumsInChunks():
+                errors.append({name: (value.double() - truth[name]).abs() for name, value in self.baseline().items()})
+            errors = [{name: 2 * error for name, error in each.items()} for each in errors]
+        usual = {}
+        for name, exact in truth.items():
+            worst = torch.stack([e[name] for e in errors]).amax(0) if len(errors) > 1 else errors[0][name]
+            relative = worst.norm() / exact.norm().clamp(min=1e-300)
+            usual[name] = torch.maximum(worst, relative * exact.abs())
+        return usual
+
+    def check(self, layer: Callable[..., Tensor] = mok.moe) -> dict[str, Tensor]:
+        """Run twice: equal bits, everything finite, and every result within the oracle's tolerance per expert and block. Returns the results."""
+        got = self.run(layer)
+        assert_same_bits(self.run(layer), got)
+        self.compare(got)
+        return got
+
+    def compare(self, got: dict[str, Tensor], names: Sequence[str] = ()) -> None:
+        """Every result in `got` (of those in `names`, if given) is finite and within the oracle's tolerance."""
+        truth = self.truth()
+        usual = self._usual_error(truth)
+        ids = self["topk_ids"].reshape(-1, self["topk_ids"].shape[-1])
+        tokens_of_expert = [torch.nonzero((ids == e).any(1)).flatten() for e in range(self["w_gate_up"].shape[0])]
+        for name in names or got:
+            value = got[name]
+            assert value is not None, f"{name} has no gradient"
+            assert torch.isfinite(value).all(), f"{name} is not finite"
+            groups = tokens_of_expert if name in ("y", "x") and value.dim() == 2 else ()
+            check_close(value, truth[name], truth[name] + usual[name], name, row_groups=groups)
+
+
+class _ChunkedLinear(torch.autograd.Function):
+    """x @ weight.T, forward and backward, with every sum over 32 terms at a time: another order than the library's, no better and no worse."""
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        out = a.new_zeros(a.shape[0], b.shape[1])
+        for start in range(0, a.shape[1], 32):
+            out += a[:, start:start + 32] @ b[start:start + 32]
+        return out
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return _ChunkedLinear.product(x, weight.T)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return _ChunkedLinear.product(dy, weight), _ChunkedLinear.product(dy.T, x)
+
+
+class _SumsInChunks(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear:
+            x, weight, bias = args
+            y = _ChunkedLinear.apply(x, weight)
+            return y if bias is None else y + bias
+        return func(*args, **(kwargs or {}))
+
+
+def collect(y: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes as integers, so that NaN equals itself and +0 differs from -0."""
+    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        if a[name] is None or b[name] is None:
+            assert a[name] is b[name], f"{name}: one run has a gradient and the other has none"
+            continue
+        assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape, name
+        differ = int((bits(a[name]) != bits(b[name])).sum())
+        assert not differ, f"{name} differs in {differ} of {a[name].numel()} elements"
+
+
+def assert_exactly_zero(tensor: Tensor, what: str) -> None:
+    assert not bits(tensor).any(), f"{what} must be +0 in every bit"
+
+
+def problem(topk_ids: Tensor, E: int, H: int, I: int, device: str, dtype: torch.dtype, *, biases: bool = False, shared: Sequence[int] = (),
+            seed: int = 0, **settings: Any) -> Problem:
+    """Unit-scale data for routes (T, K): x, dy ~ N(0, 1), weights ~ N(0, 1 / fan_in), routing weights in [0.1, 1.1) fp32, un-normalised.
+
+    Drawn on the CPU in float32, so that every device gets the same values. shared: the widths; the first is gated.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0, to: torch.dtype = dtype) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, to)
+
+    T, K = topk_ids.shape
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = {"x": draw(T, H), "topk_ids": topk_ids.to(device), "topk_weights": (torch.rand(T, K, generator=generator) + 0.1).to(device, wide),
+               "w_gate_up": draw(E, 2 * I, H, scale=H**-0.5), "w_down": draw(E, H, I, scale=I**-0.5)}
+    if biases:
+        tensors |= {"b_gate_up": draw(E, 2 * I, scale=0.5), "b_down": draw(E, H, scale=0.5)}
+    experts = [(draw(2 * w, H, scale=H**-0.5), draw(H, w, scale=w**-0.5), draw(H, scale=H**-0.5) if i == 0 else None) for i, w in enumerate(shared)]
+    return Problem(tensors, experts, draw(T, H), settings)
+
+
+def routes_with_counts(counts: Sequence[int], K: int = 1, seed: int = 0) -> Tensor:
+    """(sum(counts) / K, K) int64: expert e occurs counts[e] times, in random places."""
+    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return flat[torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(seed))].view(-1, K)
+
+
+def random_routes(T: int, K: int, E: int, *, masked: float = 0.0, seed: int = 0) -> Tensor:
+    """(T, K) int64: K distinct random experts a token; a fraction `masked` of the routes is -1."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(T, E, generator=generator).argsort(-1)[:, :K]
+    return ids.masked_fill(torch.rand(T, K, generator=generator) < masked, -1)
