@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mok.audit import BrokenChain, RecordWriter, canonical, read_record
+from mok.audit import BrokenChain, RecordWriter, read_record
+from tests.forged import forge
 
 FINGERPRINT = {"torch": "2.99", "cpu": "a processor"}
 CONFIGURATION = {"settings": {"seed": 0, "learning_rate": 2e-3}, "corpus": {"name": "text", "sha256": "00"}, "data": None, "device": "cpu",
@@ -30,19 +31,6 @@ def write(path: Path, steps: int = 4, closed: bool = True) -> Path:
 
 def lines_of(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
-
-
-def forge(path: Path, change) -> None:
-    """Change the lines (as dicts, in place) and compute every hash anew, as a careful forger would."""
-    lines = [json.loads(line) for line in lines_of(path)]
-    change(lines)
-    previous = lines[0]["previous"]
-    out = b""
-    for line in lines:
-        content = {**{name: value for name, value in line.items() if name != "hash"}, "previous": previous}
-        previous = hashlib.sha256(canonical(content)).hexdigest()
-        out += canonical({**content, "hash": previous}) + b"\n"
-    path.write_bytes(out)
 
 
 def test_what_was_written_is_read(tmp_path: Path):
@@ -160,7 +148,7 @@ def test_an_existing_file_is_not_overwritten_and_a_bad_place_is_refused(tmp_path
 def test_a_configuration_that_no_run_writes_is_refused(tmp_path: Path, name, value):
     path = write(tmp_path / "a")
     forge(path, lambda lines: lines[0]["configuration"].update({name: value}))
-    with pytest.raises(ValueError, match="record=.* must hold"):
+    with pytest.raises(ValueError, match=r"record=.* must hold"):
         read_record(path)
 
 

@@ -1,7 +1,6 @@
 """Records of training runs: a replay confirms them or names the step and the entry, and a resumed run continues its own record only."""
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mok import fingerprint
-from mok.audit import Record, canonical, read_record
+from mok.audit import Record, read_record
 from mok.audit_diff import compare
 from mok.lm import audit as lm_audit
 from mok.lm.audit import RunAudit, replay
@@ -19,6 +18,7 @@ from mok.lm.checkpoint import STATE_FILE, sha256
 from mok.lm.data import Corpus, load_corpus
 from mok.lm.run_folder import RunFolder
 from mok.lm.trainer import Trainer, TrainSettings, fit
+from tests.forged import forge as forge_file
 
 SETTINGS = TrainSettings(config="tiny", steps=9, precision="fp32", batch_size=4, warmup_steps=2, eval_every=4, save_every=4, eval_tokens=256)
 
@@ -75,17 +75,8 @@ def truth(tmp_path_factory, text, corpus) -> Record:
 
 
 def forge(record: Record, change) -> Record:
-    """The record with its lines changed and every hash computed anew, as a careful forger would; read as any record is."""
-    lines = [json.loads(line) for line in Path(record.path).read_bytes().splitlines()]
-    change(lines)
-    path, previous = Path(record.path).with_name("forged"), lines[0]["previous"]
-    out = b""
-    for line in lines:
-        content = {**{name: value for name, value in line.items() if name != "hash"}, "previous": previous}
-        previous = hashlib.sha256(canonical(content)).hexdigest()
-        out += canonical({**content, "hash": previous}) + b"\n"
-    path.write_bytes(out)
-    return read_record(path)
+    path = Path(record.path)
+    return read_record(forge_file(path, change, path.with_name("forged")))
 
 
 def found(verdict) -> tuple[int, str]:
@@ -255,7 +246,7 @@ def test_unfit_records_and_arguments_are_refused(truth):
         replay(truth, steps=-1)
     with pytest.raises(ValueError, match="seed=-1"):
         replay(forge(truth, lambda lines: lines[0]["configuration"]["settings"].update(seed=-1)))
-    with pytest.raises(ValueError, match="settings must hold .*unknown"):
+    with pytest.raises(ValueError, match=r"settings must hold .*unknown"):
         replay(forge(truth, lambda lines: lines[0]["configuration"]["settings"].update(novelty=1)))
 
 
