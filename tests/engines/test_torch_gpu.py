@@ -382,3 +382,47 @@ def test_router_scores_ignore_tf32():
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+def test_the_public_function_runs_it_and_reports_a_bad_id_at_the_next_call():
+    """fp16 on a GPU, H and I off 16: through custom ops and autograd, captured in a CUDA graph, and an id out of range that cannot raise at once."""
+    import mok
+
+    ids, tensors = case(200, 25, 13, dtype=torch.float16, biases=False, shared=0, device="cuda")
+    leaves = [getattr(tensors, name).requires_grad_() for name in NAMES[:4]]
+    assert mok.engine_for(leaves[0], 13) == "torch_gpu"
+    y = mok.moe(leaves[0], ids, *leaves[1:])
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, leaves, dy)
+    truth = flat(*reference(ids, tensors, dy, torch.float64))
+    for name, value in flat(y.detach(), Grads(*grads)).items():
+        assert relative_error(value, truth[name]) < 4e-3, name
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        replayed = mok.moe(leaves[0], ids, *leaves[1:])
+    graph.replay()
+    assert torch.equal(replayed, y)
+
+    mok.check()
+    ids[0, 0] = 77
+    mok.moe(leaves[0], ids, *leaves[1:])
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="topk_ids held 77"):
+        mok.moe(leaves[0], ids.clamp(max=4), *leaves[1:])
+    mok.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H,E", [(2048, 128), (7168, 256), (72, 5)])
+def test_router_scores_of_a_token_do_not_depend_on_the_batch(H, E):
+    """Every GEMM has one shape, so a row's bits change neither with T nor with its place."""
+    x, weight = torch.randn(3000, H, device="cuda").bfloat16(), torch.randn(E, H, device="cuda")
+    scores = ENGINE.router_scores(x, weight)
+    assert torch.equal(ENGINE.router_scores(x.flip(0), weight).flip(0), scores)
+    for rows in (slice(0, 1), slice(777, 778), slice(1500, 2900)):
+        assert torch.equal(ENGINE.router_scores(x[rows], weight), scores[rows])
+    dlogits = torch.randn(3000, E, device="cuda")
+    dx, _ = ENGINE.router_scores_backward(x, weight, dlogits, True, False)
+    assert torch.equal(ENGINE.router_scores_backward(x.flip(0), weight, dlogits.flip(0), True, False)[0].flip(0), dx)

@@ -9,7 +9,8 @@ A slot's row = first row of the expert's segment + slots of earlier chunks + ear
 never the outcome of a race, so the order is stable whatever runs first. Nothing needs zeroed memory, a host copy or a host sync.
 
 Legend: T tokens, K routes a token, E experts, R rows of the plan. Limits: `unsupported_reason`. Compiled variants: ids' dtype (int32, int64)
-x EXPERT_CLASSES; T, K, E and strides are run-time values that nothing specialises on.
+x EXPERT_CLASSES; T, K, E and strides are run-time values that nothing specialises on. Measured by runs/plan_kernel.py on an H200
+(2026-11-30, torch 2.11, triton 3.6): T*K = 262144, E = 128 18.5 us of GPU time (E = 384 35, E = 1024 82), T*K = 4096, E = 128 7.4 us.
 """
 from __future__ import annotations
 
