@@ -285,7 +285,7 @@ def run_cuda_bench(shapes: Sequence[Shape], passes: Sequence[str] = tuple(PASSES
                 note = "" if measured.steady else f"  UNSTEADY: roof {measured.roofs[0]:.0f} then {measured.roofs[1]:.0f}"
                 say("  " + result_line(results[-1], results) + note)
         del case
-    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "gpu": _device_name(device), "torch": torch.__version__,
+    return {"date": datetime.date.today().isoformat(), "commit": source_commit(), "gpu": _device_name(device), "torch": torch.__version__,
             "triton": _version("triton"), "command": command, "roof_tflops": round(statistics.mean(roofs), 1) if roofs else 0.0, "results": results}
 
 
@@ -310,7 +310,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _commit() -> str:
+def source_commit() -> str:
     """The checkout's commit, with "+" where it has uncommitted changes; "unknown" outside of one."""
     folder = Path(__file__).resolve().parent
 
