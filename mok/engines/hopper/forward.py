@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import thread_barrier
 from .gemm import CHUNK, NUM_STAGES, QUEUE, SET_HEADER, Flags, OutPipe, Pipe, TaskQueue, consume, producer, storer
-from .move import TICKET_ROWS, Tokens, finish_combine, mover
+from .move import Tokens, finish_combine, list_tokens, mover
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_WORDS
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, Schedule, token_tiles
 
@@ -49,10 +49,10 @@ class ForwardConfig:
                 "SUM_VECTORS": self.sum_vectors, "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
 
 
-INTEGERS = ["T", "K", "E", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
+INTEGERS = ["T", "K", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
             "has_bias_down", "gated", "activation"]
 WIDTHS = ["H", "I", "shared_I_0", "shared_I_1"]   # specialised on being multiples of 16, which they always are: no second binary
-UNALIGNED = ["row_to_slot", "slot_to_row", "tile_to_expert", "tokens_per_expert", "num_tiles_ptr", "topk_weights", "bias_up", "bias_down", "gate_0",
+UNALIGNED = ["row_to_slot", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up", "bias_down", "gate_0",
              "gate_1", "state"]
 
 
@@ -62,7 +62,7 @@ def _begin_launch(state, capacity):
 
     The epoch advances when all CTAs have read it, so graph replay and any stream order work. Returns the set that is in use.
     """
-    set_words = SET_HEADER + 4 * capacity
+    set_words = SET_HEADER + 5 * capacity
     epoch = gl.load(state + CONTROL_EPOCH, volatile=True)
     in_use = state + CONTROL_WORDS + (epoch & 1) * set_words
     other = state + CONTROL_WORDS + ((epoch & 1) ^ 1) * set_words
@@ -78,18 +78,10 @@ def _begin_launch(state, capacity):
 
 
 @gluon.jit
-def _count_valid(tokens_per_expert, E):
-    """Routes that have an expert."""
-    lanes = gl.arange(0, 1024, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    total = lanes * 0
-    for e in range(0, E, 1024):
-        total += gl.load(tokens_per_expert + e + lanes, mask=e + lanes < E, other=0)
-    return gl.sum(total, 0)
-
-
-@gluon.jit
 def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
               WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    if WG == 1 and OMIT != 2:
+        list_tokens(s, t, flags, 4)
     consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG, SAVE_Z, STAGGER, DEBUG)
     if OMIT != 2:
         finish_combine(s, t, flags, 2, 4, DEBUG)
@@ -98,8 +90,8 @@ def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, ha
 @gluon.jit(do_not_specialize=[*INTEGERS, "limit"], do_not_specialize_on_alignment=UNALIGNED)
 def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_desc, results_desc, z_desc, x_desc, shared_hidden_desc,
                     shared_hidden_store_desc, shared_up_0, shared_down_0, shared_z_0, shared_up_1, shared_down_1, shared_z_1,
-                    x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, tokens_per_expert, num_tiles_ptr, topk_weights, bias_up, bias_down,
-                    gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, E, num_shared, x_stride_8, capacity, group_tiles,
+                    x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, num_tiles_ptr, topk_weights, order, bias_up, bias_down,
+                    gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, num_shared, x_stride_8, capacity, group_tiles,
                     row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
                     SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
                     SUM_VECTORS: gl.constexpr, DEBUG: gl.constexpr,
@@ -132,9 +124,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
     counters = _begin_launch(state, capacity)
     s = Schedule(H, I, shared_I_0, shared_I_1, T, num_shared, gl.load(num_tiles_ptr), group_tiles, row_ring, hidden_ring)
     flags = Flags(state, counters, capacity, SET_HEADER + 2 * capacity + num_shared * token_tiles(s))
-    loose = gl.where(_count_valid(tokens_per_expert, E) == T * K, 0, gl.cdiv(T, TICKET_ROWS))
-    t = Tokens(out, results, row_to_slot, slot_to_row, topk_weights, x, x_stride_8 * 8, gate_0, gate_1, gated,
-               shared_results_row, K, loose)
+    t = Tokens(out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride_8 * 8, gate_0, gate_1, gated, shared_results_row, K)
     descs = (hidden_store_desc, shared_hidden_store_desc, results_desc, z_desc, shared_z_0, shared_z_1)
     gl.warp_specialize([
         (_consumer, (s, flags, pipe, queue, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,

@@ -24,7 +24,10 @@ NUM_STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(64)                 # columns (and rows) of a store: 8 KB, two buffers for each consumer
 STAGE_BYTES = gl.constexpr(49152)        # (128 + 256) * 64 bf16: TMA counts whole boxes, also where they hang over an edge
 COPY_PARTS = gl.constexpr(8)             # pieces of 16 rows in which movers fill a row tile
-SET_HEADER = gl.constexpr(16)            # words of a counter set before its counters; word 0 is the combine ticket
+SET_HEADER = gl.constexpr(16)            # words of a counter set before its counters: 0 is the combine ticket, then
+SET_COUNTED = gl.constexpr(1)            # CTAs that have counted their tokens
+SET_SCANNED = gl.constexpr(2)            # 1 when the counts have been turned into places
+SET_LISTED = gl.constexpr(3)             # CTAs that have placed their tokens
 LOG2_E = gl.constexpr(1.4426950408889634)
 QUEUE = gl.constexpr(4)                  # records of the task queue
 KIND_BITS = gl.constexpr(6)
@@ -41,6 +44,7 @@ ACT_SWIGLU = gl.constexpr(0)
 ACT_SWIGLU_OAI = gl.constexpr(1)
 ACT_GEGLU = gl.constexpr(2)
 ACT_REGLU = gl.constexpr(3)
+ACT_SWIGLU_PLAIN = gl.constexpr(4)       # swiglu without a clamp: the same bits, fewer instructions
 
 
 @aggregate
@@ -126,7 +130,8 @@ def _pop_task(queue, count, NW: gl.constexpr):
 class Flags:
     """Readiness counters in global memory, one int32 a row tile, routed tiles first; `control` also holds the abort flag and the spin limit.
 
-    counters + 0: combine ticket. From SET_HEADER on, `capacity` words of rows_ready, then hidden_ready, then (from `results_at` on) results_ready.
+    From SET_HEADER on: `capacity` words of rows_ready, then hidden_ready, then (from `results_at` on) results_ready, then the token buckets; the
+    ready counters of shared experts stand behind the routed ones.
     """
     control: gl.tensor
     counters: gl.tensor
@@ -157,6 +162,12 @@ def hidden_ready(flags):
 def results_ready(flags):
     """Down tasks of a tile that are stored, so also those that will not read its h again."""
     return flags.counters + flags.results_at
+
+
+@gluon.jit
+def token_buckets(s, flags):
+    """One word for each routed tile and one more: tokens whose last row lies there, then their next place in the list."""
+    return flags.counters + flags.results_at + flags.capacity + fresh(s.num_shared) * token_tiles(s)
 
 
 @gluon.jit
@@ -274,19 +285,26 @@ def _with_bias(value, bias, column, limit, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _reciprocal(x):
+    """1 / x by the special function unit, within one ulp: one instruction where a division takes eight."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def activate(g, u, activation, limit):
     """h = act(g, u) in fp32 (DESIGN 2). `limit` is infinite where there is no clamp; comparisons keep NaN, which a min or max would drop."""
-    activation = fresh(activation)
-    if activation == ACT_GEGLU:
+    if activation == ACT_SWIGLU_PLAIN:
+        h = g * u * _reciprocal(1.0 + gl.exp2(g * -LOG2_E))
+    elif activation == ACT_GEGLU:
         h = 0.5 * g * (1.0 + gl.erf(g * 0.7071067811865476)) * u
     elif activation == ACT_REGLU:
         h = gl.where(g <= 0.0, 0.0, g) * u
     else:
+        oai = activation == ACT_SWIGLU_OAI
         g = gl.where(g > limit, limit, g)
         u = gl.where(u > limit, limit, gl.where(u < -limit, -limit, u))
-        oai = activation == ACT_SWIGLU_OAI
         u = gl.where(oai, u + 1.0, u)
-        h = g / (1.0 + gl.exp2(g * gl.where(oai, -1.702 * LOG2_E, -LOG2_E))) * u
+        h = g * u * _reciprocal(1.0 + gl.exp2(g * gl.where(oai, -1.702 * LOG2_E, -LOG2_E)))
     return h
 
 
@@ -312,7 +330,7 @@ def _up_chunk(g, u, bias, has_bias, column, s, activation, limit, out, ot, LAYOU
     if SAVE_Z:
         ot = _put(gz, out, ot)
         ot = _put(uz, out, ot)
-    h = activate(gz.to(gl.float32), uz.to(gl.float32), activation, limit)
+    h = activate(gz.to(gl.float32), uz.to(gl.float32), fresh(activation), limit)
     return _put(h.to(gl.bfloat16), out, ot)
 
 

@@ -22,6 +22,7 @@ from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kern
 from .state import launch_state
 
 TILE = 128                                    # rows of a row tile; equals tasks.BLOCK_M
+MAX_GROUP = 2048                              # 262144 rows; keeps the tasks of a phase below 2^20 for H and I up to 65536 (tasks.locate)
 ACTIVATION_IDS = {"swiglu": 0, "swiglu_oai": 1, "geglu": 2, "reglu": 3}
 LAUNCH = {"num_warps": 4, "launch_cooperative_grid": True, **COMPILE_OPTIONS}
 
@@ -33,6 +34,11 @@ BOXES = {"rows_desc": (128, 64), "up_desc": (1, 2, 128, 64), "hidden_desc": (128
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4)}
 _POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32"}
 _ALIGNED = ("x", "ring", "results", "out", *WIDTHS)
+
+
+def activation_id(options: PassOptions) -> int:
+    """The forward kernel's number of an activation; swiglu without a clamp has its own short path (gemm.ACT_SWIGLU_PLAIN)."""
+    return 4 if options.activation == "swiglu" and options.swiglu_limit is None else ACTIVATION_IDS[options.activation]
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Granularity:
 def granularity(overlap: Overlap | None, I: int) -> Granularity:
     """The group that `overlap` asks for, or the measured default (H200, 2026-11-30): 16 tiles, 8 where I makes a group's weights outgrow L2."""
     if overlap is not None and overlap.minibatch_rows is not None:
-        group = overlap.minibatch_rows // TILE
+        group = min(overlap.minibatch_rows // TILE, MAX_GROUP)
     else:
         group = 16 if I <= 8192 else 8
     return Granularity(group, 2 * group, 3 * group)
@@ -65,23 +71,24 @@ def mover_warps(overlap: Overlap | None) -> int:
 
 @dataclass(frozen=True)
 class ScratchSizes:
-    """Elements (bf16) of each scratch buffer of one forward launch. Their sum times 2 is `bytes`; counters add 32 bytes a row tile, once."""
+    """Elements (bf16) of each scratch buffer of one forward launch. Their sum times 2 is `bytes`; counters add 40 bytes a row tile, once."""
     ring: int
     hidden: int
     results: int
     shared_hidden: int
+    order: int
 
     @property
     def bytes(self) -> int:
-        return 2 * (self.ring + self.hidden + self.results + self.shared_hidden)
+        return 2 * (self.ring + self.hidden + self.results + self.shared_hidden + self.order)
 
 
 def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], grain: Granularity) -> ScratchSizes:
-    """Scratch of one launch: ring of x rows, ring of h, results of every routed row and of every shared expert, h of the shared experts."""
+    """Scratch of one launch: ring of x rows, ring of h, results of every routed row and of every shared expert, h of the shared experts, token list."""
     tiles = rows // TILE
     token_rows = (T + TILE - 1) // TILE * TILE * len(shared_widths)
     return ScratchSizes(ring=min(grain.row_ring, tiles) * TILE * H, hidden=min(grain.hidden_ring, tiles) * TILE * I,
-                        results=(rows + token_rows) * H, shared_hidden=token_rows * max(shared_widths, default=0))
+                        results=(rows + token_rows) * H, shared_hidden=token_rows * max(shared_widths, default=0), order=2 * T)
 
 
 def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig | None = None, grain: Granularity | None = None,
@@ -120,7 +127,7 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
                sizes: ScratchSizes, grain: Granularity) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
-    ring, hidden, results, shared_hidden = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden])
+    ring, hidden, results, shared_hidden, order = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden, sizes.order])
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     T, H = x.shape
     I = tensors.w_down.shape[2]
@@ -154,10 +161,9 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
     state, capacity = launch_state(x.device, max(tiles, 4 * token_tiles * count))
     biases = [out if bias is None else bias.contiguous() for bias in (tensors.b_gate_up, tensors.b_down)]
     return [*(descriptors[name] for name in BOXES), x, ring, results, out, plan.row_to_slot, plan.slot_to_row, plan.tile_to_expert,
-            plan.tokens_per_expert, plan.num_tiles, tensors.topk_weights.contiguous(), *biases, gates[0], gates[1], state,
-            H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], E, count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
-            grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, ACTIVATION_IDS[options.activation],
-            float(limit)]
+            plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
+            H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
+            grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit)]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,

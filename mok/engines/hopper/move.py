@@ -3,23 +3,37 @@
 Dispatch: a row tile is filled in COPY_PARTS pieces of 16 rows. Piece p belongs to CTA p mod grid. The ring is shorter than the plan, so
 that rows stay in L2 between their copy and their GEMM: a tile's place is free when the tile that held it before has all its gate/up results.
 
-Combine: a ticket is TICKET_ROWS consecutive rows; whoever takes it sums the tokens whose LAST row (the largest of their K rows) is among them,
-because tiles finish nearly in row order: no list of finished tokens is needed and each token has exactly one owner. Movers take tickets whenever
-they have nothing to copy, consumers when their GEMM tasks are done. Which of them sums a token changes no bit: each output element is one chain
-of fma in k order, and the gate's dot product has one layout whatever the number of warps.
+Combine: tokens are summed in the order in which they become complete. While the first rows are on their way, consumer 1 of every CTA sorts its
+share of the tokens by the tile that holds their last row (the largest of their K rows): count, scan, place. A ticket is TICKET_TOKENS of that list.
+Movers take tickets whenever they have nothing to copy, consumers when their GEMM tasks are done. Neither who sums a token nor its place among
+those of one tile changes a bit: each output element is one chain of fma in k order, and a gate's dot product has one layout for any number of warps.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .compat import aggregate, thread_barrier
-from .gemm import COPY_PARTS, LOG2_E, hidden_ready, results_ready, rows_ready
-from .sync import CONTROL_ABORT, CONTROL_LIMIT, WAIT_COMBINE, WAIT_ROW_SLOT, add_release, clock, fence_acquire, fence_proxy, fresh, load_acquire, nap, report_timeout
+from .gemm import COPY_PARTS, LOG2_E, SET_COUNTED, SET_LISTED, SET_SCANNED, hidden_ready, results_ready, rows_ready, token_buckets
+from .sync import (
+    CONTROL_ABORT,
+    CONTROL_LIMIT,
+    WAIT_COMBINE,
+    WAIT_ROW_SLOT,
+    add_release,
+    clock,
+    fence_acquire,
+    fence_proxy,
+    fresh,
+    load_acquire,
+    nap,
+    pause,
+    report_timeout,
+    wait_at_least,
+)
 from .tasks import BLOCK_M, down_columns, token_tiles, up_columns_of
 
 COPY_ROWS = gl.constexpr(16)       # BLOCK_M / COPY_PARTS
-TICKET_ROWS = gl.constexpr(8)
+TICKET_TOKENS = gl.constexpr(8)
 TICKET_ROUTES = gl.constexpr(16)   # routes of a token looked at together
-UNROLL_K = gl.constexpr(4)         # result rows of a token loaded together
 MISSING = gl.constexpr(1 << 30)    # more than any counter: a route that does not exist is never waited for
 LATE = gl.constexpr(1 << 29)       # more than any count of tasks: the spin limit has passed
 
@@ -32,6 +46,7 @@ class Tokens:
     row_to_slot: gl.tensor
     slot_to_row: gl.tensor
     topk_weights: gl.tensor
+    order: gl.tensor             # (T,) int32 scratch: tokens by the tile of their last row
     x: gl.tensor
     x_stride: gl.tensor
     gate_0: gl.tensor
@@ -39,16 +54,15 @@ class Tokens:
     gated: gl.tensor             # bit i: shared expert i has a gate
     shared_results_row: gl.tensor
     K: gl.tensor
-    loose_tickets: gl.tensor     # tickets over tokens without any route; 0 where every route is valid
 
     @gluon.constexpr_function
-    def __init__(self, out, results, row_to_slot, slot_to_row, topk_weights, x, x_stride, gate_0, gate_1, gated, shared_results_row,
-                 K, loose_tickets):
+    def __init__(self, out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride, gate_0, gate_1, gated, shared_results_row, K):
         self.out = out
         self.results = results
         self.row_to_slot = row_to_slot
         self.slot_to_row = slot_to_row
         self.topk_weights = topk_weights
+        self.order = order
         self.x = x
         self.x_stride = x_stride
         self.gate_0 = gate_0
@@ -56,7 +70,6 @@ class Tokens:
         self.gated = gated
         self.shared_results_row = shared_results_row
         self.K = K
-        self.loose_tickets = loose_tickets
 
 
 @gluon.jit
@@ -105,38 +118,71 @@ def _copy_piece(s, t, ring, piece, place, VECTORS: gl.constexpr, NW: gl.constexp
 
 
 @gluon.jit
-def _ticket_tokens(s, t, num_rows, ticket, lanes):
-    """(token, whether there is one, the row that must be its last) of each of a ticket's TICKET_ROWS places; loose tickets list tokens, last row -1."""
-    loose = ticket < t.loose_tickets
-    index = (ticket - gl.where(loose, 0, t.loose_tickets)) * TICKET_ROWS + lanes
-    slot = gl.load(t.row_to_slot + index, mask=(index < num_rows) & (ticket >= t.loose_tickets), other=-1)
-    token = gl.where(loose, index, gl.where(slot >= 0, slot, 0) // t.K)
-    return token, gl.where(loose, index < s.T, slot >= 0), gl.where(loose, -1, index)
+def _add(a, b):
+    return a + b
 
 
 @gluon.jit
-def _owned(s, t, num_rows, ticket, NW: gl.constexpr):
-    """Bit j: the token at place j of this ticket has its last row here, so this ticket sums it."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
-    lanes = gl.arange(0, TICKET_ROWS, layout=gl.SliceLayout(1, L))
-    routes = gl.arange(0, TICKET_ROUTES, layout=gl.SliceLayout(0, L))
-    token, valid, row = _ticket_tokens(s, t, num_rows, ticket, lanes)
-    last = lanes * 0 - 1
+def _last_tile(s, t, token, inside, routes):
+    """Tile of each token's last row; num_tiles where it has no row, so that such tokens come last."""
+    last = token * 0 - 1
     for k0 in range(0, t.K, TICKET_ROUTES):
-        inside = valid[:, None] & ((k0 + routes) < t.K)[None, :]
-        rows = gl.load(t.slot_to_row + token[:, None] * t.K + (k0 + routes)[None, :], mask=inside, other=-1)
-        last = gl.maximum(last, gl.max(rows, 1))
-    return gl.sum(gl.where(valid & (last == row), (lanes * 0 + 1) << lanes, 0), 0)
+        there = inside[:, None] & ((k0 + routes) < t.K)[None, :]
+        last = gl.maximum(last, gl.max(gl.load(t.slot_to_row + token[:, None] * t.K + (k0 + routes)[None, :], mask=there, other=-1), 1))
+    return gl.where(last >= 0, last // BLOCK_M, s.num_tiles)
 
 
 @gluon.jit
-def _behind(s, t, flags, num_rows, ticket, owned, since, NW: gl.constexpr):
-    """Down tasks that the ticket's least finished tile still lacks; 0 = sum now, or aborted; LATE after the limit. The same in every thread."""
+def list_tokens(s, t, flags, NW: gl.constexpr):
+    """Fill t.order: a counting sort by last tile over all CTAs, in three steps that each wait for the one before (rule 8's bounded spins).
+
+    Every CTA counts its tokens in a bucket for each tile; CTA 0 turns counts into first places; every CTA places its tokens. All CTAs are resident.
+    """
+    TOKENS: gl.constexpr = 16 * NW
     L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
-    lanes = gl.arange(0, TICKET_ROWS, layout=gl.SliceLayout(1, L))
+    lanes = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))
     routes = gl.arange(0, TICKET_ROUTES, layout=gl.SliceLayout(0, L))
-    token, _, _ = _ticket_tokens(s, t, num_rows, ticket, lanes)
-    mine = ((owned >> lanes) & 1) != 0
+    flat = gl.arange(0, 32 * NW, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    buckets = token_buckets(s, flags)
+    grid = gl.num_programs(0)
+    for first in range(gl.program_id(0) * TOKENS, s.T, grid * TOKENS):
+        inside = first + lanes < s.T
+        gl.atomic_add(buckets + _last_tile(s, t, first + lanes, inside, routes), lanes * 0 + 1, mask=inside, sem="relaxed", scope="gpu")
+    thread_barrier()
+    add_release(flags.counters + SET_COUNTED, 1)
+    if gl.program_id(0) == 0:
+        wait_at_least(flags.counters + SET_COUNTED, grid, flags.control, WAIT_COMBINE, grid)
+        thread_barrier()
+        before = grid * 0
+        for b in range(0, s.num_tiles + 1, 32 * NW):
+            there = b + flat <= s.num_tiles
+            counts = gl.load(buckets + b + flat, mask=there, other=0, volatile=True)
+            gl.store(buckets + b + flat, before + gl.associative_scan(counts, 0, _add) - counts, mask=there)
+            before += gl.sum(counts, 0)
+        thread_barrier()
+        add_release(flags.counters + SET_SCANNED, 1)
+    wait_at_least(flags.counters + SET_SCANNED, 1, flags.control, WAIT_COMBINE, grid)
+    thread_barrier()
+    for first in range(gl.program_id(0) * TOKENS, s.T, grid * TOKENS):
+        inside = first + lanes < s.T
+        place = gl.atomic_add(buckets + _last_tile(s, t, first + lanes, inside, routes), lanes * 0 + 1, mask=inside, sem="relaxed", scope="gpu")
+        # after a time-out the buckets are unfinished: stay inside the list
+        gl.store(t.order + gl.minimum(place, s.T - 1), first + lanes, mask=inside)
+    thread_barrier()
+    add_release(flags.counters + SET_LISTED, 1)
+
+
+@gluon.jit
+def _behind(s, t, flags, ticket, since, NW: gl.constexpr):
+    """Down tasks that the least finished tile of a ticket's tokens still lacks; 0 = sum now, or aborted; LATE after the limit.
+
+    The same in every thread.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
+    lanes = gl.arange(0, TICKET_TOKENS, layout=gl.SliceLayout(1, L))
+    routes = gl.arange(0, TICKET_ROUTES, layout=gl.SliceLayout(0, L))
+    mine = ticket * TICKET_TOKENS + lanes < s.T
+    token = gl.load(t.order + ticket * TICKET_TOKENS + lanes, mask=mine, other=0)
     lack = lanes * 0
     for k0 in range(0, t.K, TICKET_ROUTES):
         inside = mine[:, None] & ((k0 + routes) < t.K)[None, :]
@@ -152,88 +198,94 @@ def _behind(s, t, flags, num_rows, ticket, owned, since, NW: gl.constexpr):
 
 @gluon.jit
 def _gate(s, t, token, weight, NW: gl.constexpr):
-    """sigmoid(x[token] . weight) in fp32. Every warp computes all of it in one layout, so the bits do not depend on how many warps there are."""
-    L: gl.constexpr = gl.BlockedLayout([8], [32], [NW], [0])
-    columns = gl.arange(0, 256, layout=L)
-    total = gl.zeros([256], gl.float32, L)
+    """sigmoid(x[token] . weight) in fp32, one token a warp: the same sums in the same order whatever NW is."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, L))
+    total = gl.zeros([NW, 256], gl.float32, L)
     for c in range(0, s.H, 256):
-        inside = c + columns < s.H
-        xs = gl.load(t.x + token.to(gl.int64) * t.x_stride + c + columns, mask=inside, other=0.0).to(gl.float32)
-        total = gl.fma(xs, gl.load(weight + c + columns, mask=inside, other=0.0).to(gl.float32), total)
-    return 1.0 / (1.0 + gl.exp2(gl.sum(total, 0) * -LOG2_E))
+        inside = (c + columns < s.H)[None, :]
+        xs = gl.load(t.x + (token.to(gl.int64) * t.x_stride)[:, None] + (c + columns)[None, :], mask=inside, other=0.0).to(gl.float32)
+        total = gl.fma(xs, gl.load(weight + c + columns, mask=c + columns < s.H, other=0.0).to(gl.float32)[None, :], total)
+    return 1.0 / (1.0 + gl.exp2(gl.sum(total, 1) * -LOG2_E))
 
 
 @gluon.jit
-def _result_row(s, t, token, k, columns, inside):
-    """(row or -1, result) of route k of a token; nothing is loaded where there is no such route."""
-    row = gl.load(t.slot_to_row + token * t.K + k, mask=k < t.K, other=-1)
-    return row, gl.load(t.results + gl.maximum(row, 0).to(gl.int64) * s.H + columns, mask=inside & (row >= 0), other=0.0)
+def _result_row(s, t, token, valid, k, at, inside):
+    """(row or -1, result) of route k of each warp's token; nothing is loaded where there is no such route."""
+    row = gl.load(t.slot_to_row + token * t.K + k, mask=valid & (k < t.K), other=-1)
+    pointer = t.results + (gl.maximum(row, 0).to(gl.int64) * s.H)[:, None] + at[None, :]
+    return row, gl.load(pointer, mask=(row >= 0)[:, None] & inside, other=0.0)
 
 
 @gluon.jit
 def _add_route(t, token, k, row, value, acc):
+    """A -1 route is skipped, not multiplied by 0: fma(0, y, -0) would be +0."""
     weight = gl.load(t.topk_weights + token * t.K + k, mask=row >= 0, other=0.0)
-    return gl.where(row >= 0, gl.fma(value.to(gl.float32), weight, acc), acc)
+    return gl.where((row >= 0)[:, None], gl.fma(value.to(gl.float32), weight[:, None], acc), acc)
 
 
 @gluon.jit
-def _sum_token(s, t, token, start, VECTORS: gl.constexpr, NW: gl.constexpr):
-    """out[token]: from `start` (+0, or NaN after an abort), fma over routes in k order, then shared experts in order, one rounding."""
-    L: gl.constexpr = gl.BlockedLayout([8], [32], [NW], [0])
-    COLUMNS: gl.constexpr = 256 * NW * VECTORS
-    columns = gl.arange(0, COLUMNS, layout=L)
-    gate_0 = start * 0.0 + 1.0
+def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.constexpr, NW: gl.constexpr):
+    """out[token], one token a warp: from `start` (+0, or NaN after an abort), fma over routes in k order, then shared experts in order, one rounding.
+
+    ROUTES (4 or 8) results of VECTORS 16-byte loads a thread are in flight together.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    COLUMNS: gl.constexpr = 256 * VECTORS
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    gate_0 = token.to(gl.float32) * 0.0 + 1.0
     gate_1 = gate_0
     if (fresh(t.gated) & 1) != 0:
-        gate_0 = _gate(s, t, token, t.gate_0, NW)
+        gate_0 = gl.convert_layout(_gate(s, t, token, t.gate_0, NW), gate_0.type.layout)
     if (fresh(t.gated) & 2) != 0:
-        gate_1 = _gate(s, t, token, t.gate_1, NW)
+        gate_1 = gl.convert_layout(_gate(s, t, token, t.gate_1, NW), gate_1.type.layout)
+    target = t.out + (token.to(gl.int64) * s.H)[:, None]
     for c in range(0, s.H, COLUMNS):
-        inside = c + columns < s.H
-        acc = gl.zeros([COLUMNS], gl.float32, L) + start
-        for k0 in range(0, t.K, 2 * UNROLL_K):
-            # all loads first, then the chain; a -1 route is skipped, not multiplied by 0: fma(0, y, -0) would be +0
-            more = k0 + UNROLL_K < t.K
-            at = c + columns
-            r0, v0 = _result_row(s, t, token, k0, at, inside)
-            r1, v1 = _result_row(s, t, token, k0 + 1, at, inside)
-            r2, v2 = _result_row(s, t, token, k0 + 2, at, inside)
-            r3, v3 = _result_row(s, t, token, k0 + 3, at, inside)
-            r4, v4, r5, v5, r6, v6, r7, v7 = r0, v0, r1, v1, r2, v2, r3, v3
-            if more:
-                r4, v4 = _result_row(s, t, token, k0 + 4, at, inside)
-                r5, v5 = _result_row(s, t, token, k0 + 5, at, inside)
-                r6, v6 = _result_row(s, t, token, k0 + 6, at, inside)
-                r7, v7 = _result_row(s, t, token, k0 + 7, at, inside)
-            acc = _add_route(t, token, k0, r0, v0, acc)
-            acc = _add_route(t, token, k0 + 1, r1, v1, acc)
-            acc = _add_route(t, token, k0 + 2, r2, v2, acc)
-            acc = _add_route(t, token, k0 + 3, r3, v3, acc)
-            if more:
-                acc = _add_route(t, token, k0 + 4, r4, v4, acc)
-                acc = _add_route(t, token, k0 + 5, r5, v5, acc)
-                acc = _add_route(t, token, k0 + 6, r6, v6, acc)
-                acc = _add_route(t, token, k0 + 7, r7, v7, acc)
+        at = c + columns
+        inside = (at < s.H)[None, :]
+        acc = gl.zeros([NW, COLUMNS], gl.float32, L) + start
+        for k in range(0, t.K, ROUTES):
+            r0, v0 = _result_row(s, t, token, valid, k, at, inside)
+            r1, v1 = _result_row(s, t, token, valid, k + 1, at, inside)
+            r2, v2 = _result_row(s, t, token, valid, k + 2, at, inside)
+            r3, v3 = _result_row(s, t, token, valid, k + 3, at, inside)
+            if ROUTES == 8:
+                r4, v4 = _result_row(s, t, token, valid, k + 4, at, inside)
+                r5, v5 = _result_row(s, t, token, valid, k + 5, at, inside)
+                r6, v6 = _result_row(s, t, token, valid, k + 6, at, inside)
+                r7, v7 = _result_row(s, t, token, valid, k + 7, at, inside)
+            acc = _add_route(t, token, k, r0, v0, acc)
+            acc = _add_route(t, token, k + 1, r1, v1, acc)
+            acc = _add_route(t, token, k + 2, r2, v2, acc)
+            acc = _add_route(t, token, k + 3, r3, v3, acc)
+            if ROUTES == 8:
+                acc = _add_route(t, token, k + 4, r4, v4, acc)
+                acc = _add_route(t, token, k + 5, r5, v5, acc)
+                acc = _add_route(t, token, k + 6, r6, v6, acc)
+                acc = _add_route(t, token, k + 7, r7, v7, acc)
         for e in range(fresh(s.num_shared)):
             row = t.shared_results_row + e * token_tiles(s) * BLOCK_M + token
-            v = gl.load(t.results + row.to(gl.int64) * s.H + c + columns, mask=inside, other=0.0)
-            acc = gl.fma(v.to(gl.float32), gl.where(e == 0, gate_0, gate_1), acc)
-        gl.store(t.out + token.to(gl.int64) * s.H + c + columns, acc.to(gl.bfloat16), mask=inside)
+            v = gl.load(t.results + (row.to(gl.int64) * s.H)[:, None] + at[None, :], mask=valid[:, None] & inside, other=0.0)
+            acc = gl.fma(v.to(gl.float32), gl.where(e == 0, gate_0, gate_1)[:, None], acc)
+        gl.store(target + at[None, :], acc.to(gl.bfloat16), mask=valid[:, None] & inside)
 
 
 @gluon.jit
-def _sum_ticket(s, t, flags, num_rows, ticket, owned, VECTORS: gl.constexpr, NW: gl.constexpr):
-    """Sum all tokens that this ticket owns; their results are ready."""
-    fence_acquire(owned)                 # rule 2, reader: the polls of every thread ...
+def _sum_ticket(s, t, flags, ticket, VECTORS: gl.constexpr, NW: gl.constexpr):
+    """Sum a ticket's tokens, NW at a time; their results are ready."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    warps = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
+    fence_acquire(ticket)                # rule 2, reader: the polls of every thread ...
     thread_barrier()                     # ... before the loads of any
     start = gl.where(gl.load(flags.control + CONTROL_ABORT, volatile=True) != 0, float("nan"), 0.0)
-    first = (ticket - gl.where(ticket < t.loose_tickets, 0, t.loose_tickets)) * TICKET_ROWS
-    for j in range(TICKET_ROWS):
-        if ((owned >> j) & 1) != 0:
-            token = first + j
-            if ticket >= t.loose_tickets:
-                token = gl.load(t.row_to_slot + first + j) // t.K
-            _sum_token(s, t, token, start, VECTORS, NW)
+    for j in range(0, TICKET_TOKENS, NW):
+        place = ticket * TICKET_TOKENS + j + warps
+        valid = place < s.T
+        token = gl.load(t.order + place, mask=valid, other=0)
+        if t.K <= 4:
+            _sum_tokens(s, t, token, valid, start, 2 * VECTORS, 4, NW)
+        else:
+            _sum_tokens(s, t, token, valid, start, VECTORS, 8, NW)
 
 
 @gluon.jit
@@ -244,36 +296,32 @@ def _take(flags):
 @gluon.jit
 def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
     """Take combine tickets until none is left, waiting for each; what consumers do after their last GEMM task."""
-    num_rows = s.num_tiles * BLOCK_M
-    tickets = t.loose_tickets + num_rows // TICKET_ROWS
+    tickets = gl.cdiv(s.T, TICKET_TOKENS)
+    wait_at_least(flags.counters + SET_LISTED, gl.num_programs(0), flags.control, WAIT_COMBINE, tickets)
+    thread_barrier()
     ticket = _take(flags)
     while ticket < tickets:
         nap(ticket, DEBUG)
-        owned = _owned(s, t, num_rows, ticket, NW)
-        if owned != 0:
-            since = clock(ticket)
-            lack = owned
-            while lack != 0:
-                lack = _behind(s, t, flags, num_rows, ticket, owned, since, NW)
-                if lack == LATE:
-                    report_timeout(flags.control, WAIT_COMBINE, ticket, down_columns(s), lack)
-            _sum_ticket(s, t, flags, num_rows, ticket, owned, VECTORS, NW)
+        since = clock(ticket)
+        lack = ticket * 0 + 1
+        while lack != 0:
+            lack = _behind(s, t, flags, ticket, since, NW)
+            if lack == LATE:
+                report_timeout(flags.control, WAIT_COMBINE, ticket, down_columns(s), lack)
+        _sum_ticket(s, t, flags, ticket, VECTORS, NW)
         ticket = _take(flags)
 
 
 @gluon.jit
-def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr,
-          DEBUG: gl.constexpr):
+def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """Copies pieces while the ring has room, else sums what is complete; never blocks on one while it could do the other."""
-    num_rows = s.num_tiles * BLOCK_M
     pieces = s.num_tiles * COPY_PARTS
-    tickets = t.loose_tickets + num_rows // TICKET_ROWS
+    tickets = gl.cdiv(s.T, TICKET_TOKENS)
     if OMIT == 2:
         tickets = tickets * 0
     grid = gl.num_programs(0)
     piece = gl.program_id(0)
-    ticket = _take(flags)
-    owned = _owned(s, t, num_rows, gl.minimum(ticket, tickets), NW)
+    ticket = piece * 0 - 1                # none taken yet: the list of tokens is still being made
     since = clock(ticket)
     while (piece < pieces) | (ticket < tickets):
         tile = piece // COPY_PARTS
@@ -294,15 +342,20 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
             piece += grid
             since = clock(piece)
         elif ticket < tickets:
-            lack = owned * 0
-            if owned != 0:
-                lack = _behind(s, t, flags, num_rows, ticket, owned, since, NW)
-            if lack == LATE:
+            lack = ticket * 0 + 1
+            if ticket < 0:
+                lack = _room(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there
+            else:
+                lack = _behind(s, t, flags, ticket, since, NW)
+            if lack >= LATE:
                 report_timeout(flags.control, WAIT_COMBINE, ticket, down_columns(s), piece)
             if lack == 0:
                 nap(ticket + 13, DEBUG)
-                if owned != 0:
-                    _sum_ticket(s, t, flags, num_rows, ticket, owned, VECTORS, NW)
+                if ticket >= 0:
+                    _sum_ticket(s, t, flags, ticket, VECTORS, NW)
                 ticket = _take(flags)
-                owned = _owned(s, t, num_rows, gl.minimum(ticket, tickets), NW)
                 since = clock(ticket)
+            else:
+                pause(lack)
+        else:
+            pause(piece)

@@ -30,7 +30,7 @@ def set_spin_limit(seconds: float) -> None:
 
 def block_words(capacity: int) -> int:
     """int32 words of a control block for `capacity` row tiles: the control words and two sets of counters."""
-    return CONTROL_WORDS + 2 * (SET_HEADER + 4 * capacity)
+    return CONTROL_WORDS + 2 * (SET_HEADER + 5 * capacity)
 
 
 def launch_state(device: torch.device, tiles: int) -> tuple[Tensor, int]:

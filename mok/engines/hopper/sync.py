@@ -93,6 +93,12 @@ def wait_at_least(counter, target, control, phase: gl.constexpr, tile):
 
 
 @gluon.jit
+def pause(anchor):
+    """Half a microsecond without issuing: a mover that has nothing to do should not take issue slots and power from the tensor cores."""
+    gl.inline_asm_elementwise("nanosleep.u32 500; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fresh(value):
     """The same int32, hidden from the compiler's hoisting.
 
