@@ -46,8 +46,8 @@ class Output:
         self._console.print(table, soft_wrap=False)
 
     @contextmanager
-    def bar(self, description: str, total: int, start: int = 0) -> Iterator[Bar]:
-        """A progress bar from `start` to `total` while the block runs, on a terminal only; lines printed meanwhile appear above it."""
+    def bar(self, description: str, total: int | None, start: int = 0) -> Iterator[Bar]:
+        """A progress bar from `start` to `total` (None: of unknown length) while the block runs, on a terminal only; lines appear above it."""
         if not self.terminal:
             yield Bar(None, None)
             return

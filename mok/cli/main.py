@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import audit, info, train, verify
+from . import audit, bench, info, train, verify
 from .console import Output
 
-_COMMANDS = {"train": train, "verify": verify, "audit": audit, "info": info}
+_COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "info": info}
 BAD_INPUT = 2
 INTERRUPTED = 130
 

@@ -54,7 +54,8 @@ def _compile_only(arguments: argparse.Namespace, output: Output) -> int:
 
     if arguments.device is not None:
         raise ValueError(f"device={arguments.device!r} must not be given with compile_only={arguments.compile_only!r}, which runs on no device")
-    report = compile_report(arguments.compile_only)
+    with output.bar("compiling", None):
+        report = compile_report(arguments.compile_only)
     found = problems(report)
     columns = list(report[0]) if report else ["kernel"]
     output.table(f"Kernels compiled for {arguments.compile_only}", [name.replace("_", " ") for name in columns],

@@ -1,0 +1,50 @@
+"""`mok bench`: time the layer on this machine against its own matrix-multiply roof."""
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from .console import Output
+from .device import add_device_argument, choose_device
+
+HELP = "time the layer against what this machine's matrix products alone reach"
+DESCRIPTION = """\
+Time the layer. Results are checked against the float64 specification first. The roof is measured in the same process, before and after: on a
+GPU a large bf16 product, on a CPU bare torch.mm calls for the same multiplications. Close other programs: they compete with both.
+
+  mok bench                                  everything that is measured on this machine's device
+  mok bench --device cpu --shape cpu         one shape by name
+  mok bench --thiek 4096,1024,512,16,4       your own: tokens, hidden, intermediate, experts, experts per token
+  mok bench --json | tail -1 > result.json   keep the record"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_device_argument(parser)
+    parser.add_argument("--shape", action="append", metavar="NAME", help="a layer by name, may be given several times (default: all of the device's; "
+                                                                         "a wrong name lists them)")
+    parser.add_argument("--thiek", action="append", metavar="T,H,I,E,K", help="a layer by its sizes, may be given several times")
+    parser.add_argument("--pass", action="append", dest="passes", metavar="PASS",
+                        help="forward, forward-no-grad, backward or forward+backward, may be given several times (default: all of the device's)")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from ..bench import CPU_SHAPE, run_bench
+    from ..bench_cuda import shape_of
+
+    device = choose_device(arguments.device)
+    named = [CPU_SHAPE if name == CPU_SHAPE.name else shape_of(name) for name in arguments.shape or ()]
+    shapes = named + [shape_of(sizes) for sizes in arguments.thiek or ()]
+    output.line(f"benchmark on {device}")
+    with output.bar("measuring", None):
+        record = run_bench(device, shapes or None, arguments.passes, command=_command(arguments), say=output.line)
+    output.line("tflops, ratio_to_roof: of the layer's own multiplications, padding not counted; spread: the farthest block's distance from the median")
+    output.finish(record)
+    return 0
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The command line that repeats this run."""
+    words = ["mok", "bench"]
+    for option, values in (("--device", [arguments.device]), ("--shape", arguments.shape), ("--thiek", arguments.thiek), ("--pass", arguments.passes)):
+        words += [word for value in values or () if value is not None for word in (option, value)]
+    return shlex.join([*words, "--json"] if arguments.json else words)
