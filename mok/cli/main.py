@@ -10,6 +10,7 @@ from . import audit, bench, info, train, verify
 from .console import Output
 
 _COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "info": info}
+FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         print(f"{prefix}: error: {_one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
-    except FloatingPointError as error:
+    except (FloatingPointError, OSError) as error:          # a diverged run; a full disk
         print(f"{prefix}: failed: {_one_line(str(error))}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         print(f"{prefix}: interrupted", file=sys.stderr)
         return INTERRUPTED

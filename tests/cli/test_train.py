@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import shutil
 import signal
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from support import TINY, bad_input, run_json, start, write_text
+from support import ROOT, TINY, bad_input, run_json, start, write_text
 
 from mok.cli import train
 from mok.cli.main import main
@@ -155,6 +159,52 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_resumed_run_equals_an_uninterrupted_
     assert main([*common, "--out", str(tmp_path / "whole"), "--steps", str(done + 2)]) == 0
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     assert len(set(losses(tmp_path / "whole"))) == done + 2
+
+
+def test_a_diverged_run_and_a_full_disk_are_one_line_and_status_1(finished, tmp_path: Path, capsys, monkeypatch):
+    text, _ = finished
+    common = ["train", *TINY, "--data", str(text), "--steps", "3", "--warmup-steps", "0"]
+    assert main([*common, "--out", str(tmp_path / "diverged"), "--learning-rate", "1e30"]) == 1
+    line = capsys.readouterr().err.splitlines()
+    assert len(line) == 1 and line[0].startswith("mok train: failed: the loss is") and "at step 2" in line[0]
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mok.lm.trainer.save_checkpoint", full)
+    assert main([*common, "--out", str(tmp_path / "full")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def _on_terminal(arguments: list[str]) -> str:
+    """What `mok ARGUMENTS` writes to a terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="200")
+        os.execv(sys.executable, [sys.executable, "-m", "mok", *arguments])
+    written = b""
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:                                # Linux's end of file on a terminal
+            break
+        if not part:
+            break
+        written += part
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written.decode()
+    return written.decode()
+
+
+def test_progress_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path: Path, capsys):
+    text = write_text(tmp_path)
+    common = ["train", *TINY, "--data", str(text), "--steps", "30"]
+    shown = _on_terminal([*common, "--out", str(tmp_path / "a")])
+    bars = re.findall(r"training.*?(\d+)/30.*?loss [\d.]+  [\d,]+ tokens/s  load balance [\d.]+", shown)
+    assert bars and "\x1b[" in shown
+    assert main([*common, "--out", str(tmp_path / "b")]) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain and "\r" not in plain
+    assert len(re.findall(r"^step \d+/30  loss [\d.]+", plain, re.M)) >= 20
 
 
 def test_documented_defaults_are_the_settings_own():
