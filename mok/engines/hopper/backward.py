@@ -15,12 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .backward_gemm import CHUNK, FINISHED, NUM_STAGES, REGLU, WAIT_FINISH, BackwardFlags, BackwardPipe, Rows, consume, producer, storer
+from .backward_gemm import CHUNK, FINISHED, NUM_STAGES, REGLU, WAIT_FINISH, BackwardFlags, BackwardPipe, Out, Rows, consume, producer, storer
 from .backward_move import Source, Sums, finish_dx, mover
 from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, make_schedule, shared_wants
-from .compat import thread_barrier
+from .compat import reinterpret, thread_barrier
 from .forward import _begin_launch
-from .gemm import SET_HEADER, OutPipe
+from .gemm import SET_HEADER
 from .sync import CONTROL_ABORT, add_release, load_acquire, wait_at_least
 
 MOVER_WARPS = 2
@@ -29,11 +29,12 @@ POISON_PIECE = gl.constexpr(65536)
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What selects a binary. The last three are fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps."""
+    """What selects a binary. All but `act` is fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps."""
     act: int
     stagger: int = 3
-    copy_rows: int = 4
+    copy_rows: int = 8
     debug: bool = False
+    omit: int = 0                 # sum of 1: no copy of dy, 2: no copy of x, 4: no sums, 8: no arithmetic in the DH epilogue; for the breakdown only
 
     def __post_init__(self) -> None:
         if not 0 <= self.act <= REGLU.value:
@@ -42,7 +43,7 @@ class BackwardConfig:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
-        return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows, "DEBUG": int(self.debug),
+        return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows, "DEBUG": int(self.debug), "OMIT": self.omit,
                 "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
 
 
@@ -55,9 +56,11 @@ INTO_MAIN_GRAD = gl.constexpr(8)
 
 
 @gluon.jit
-def _consumer(s, rows, flags, pipe, out, m, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
-    consume(s, rows, flags, pipe, out, WG, ACT, STAGGER, DEBUG)
-    finish_dx(s, rows, flags, m, 2, 4, DEBUG)
+def _consumer(s, rows, flags, pipe, out, m, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr,
+              DEBUG: gl.constexpr):
+    consume(s, rows, flags, pipe, out, WG, ACT, STAGGER, OMIT, DEBUG)
+    if OMIT & 4 == 0:
+        finish_dx(s, rows, flags, m, 2, 4, DEBUG)
 
 
 @gluon.jit(do_not_specialize=[*INTEGERS, "limit"])
@@ -70,28 +73,27 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
                      capacity, state_capacity, group_tiles, shared_results_row, features, wants, activation, limit,
                      ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, DEBUG: gl.constexpr,
-                     MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+                     OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     a = gl.allocate_shared_memory(gl.bfloat16, [2 * NUM_STAGES, CHUNK, CHUNK], CHUNKS)
     b = gl.allocate_shared_memory(gl.bfloat16, [NUM_STAGES, CHUNK, TILE_N], CHUNKS)
-    pipe = BackwardPipe(a, b, b._reinterpret(gl.bfloat16, [4 * NUM_STAGES, CHUNK, CHUNK], CHUNKS),
+    pipe = BackwardPipe(a, b, reinterpret(b, gl.bfloat16, [4 * NUM_STAGES, CHUNK, CHUNK], CHUNKS),
                         gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER),
                         gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER))
-    out_0 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS),
-                    gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
-    out_1 = OutPipe(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS),
-                    gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER))
+    out_0 = Out(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS), gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+                gl.allocate_shared_memory(gl.int64, [1], BARRIER))
+    out_1 = Out(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS), gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+                gl.allocate_shared_memory(gl.int64, [1], BARRIER))
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(pipe.load_ready.index(i), count=1)
         mbarrier.init(pipe.load_empty.index(i), count=2)
         mbarrier.init(pipe.z_done.index(i), count=2)
     mbarrier.init(pipe.lead.index(0), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(out_0.full.index(i), count=1)
-        mbarrier.init(out_0.empty.index(i), count=1)
-        mbarrier.init(out_1.full.index(i), count=1)
-        mbarrier.init(out_1.empty.index(i), count=1)
+    mbarrier.init(out_0.full, count=1)
+    mbarrier.init(out_0.empty, count=1)
+    mbarrier.init(out_1.full, count=1)
+    mbarrier.init(out_1.empty, count=1)
 
     # Multiplied up again here, so that the compiler knows that rows start at multiples of 16 bytes without specialising on the sizes.
     H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
@@ -107,14 +109,14 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
              d_gate_1, gate_slopes, K, E)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     gl.warp_specialize([
-        (_consumer, (s, rows, flags, pipe, out_0, m, 0, ACT, STAGGER, DEBUG)),
-        (_consumer, (s, rows, flags, pipe, out_1, m, 1, ACT, STAGGER, DEBUG)),
+        (_consumer, (s, rows, flags, pipe, out_0, m, 0, ACT, STAGGER, OMIT, DEBUG)),
+        (_consumer, (s, rows, flags, pipe, out_1, m, 1, ACT, STAGGER, OMIT, DEBUG)),
         (producer, (s, rows, flags, pipe, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
                     (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), DEBUG)),
         (storer, (s, rows, flags, pipe, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
                   shared_results_row, DEBUG)),
-        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, DEBUG)),
+        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
     add_release(totals + FINISHED, 1)

@@ -6,14 +6,16 @@ contiguous in memory in all four kinds, so wgmma reads it transposed ("MN-major"
 
 A DH task ends with four z-steps, one for each 64 columns of its tile, which go through the same stages: z_gate arrives in A's two chunks, z_up in
 B's first two. Each thread of a consumer replaces what it reads by dz_gate and dz_up, and puts w*h into B's last two chunks; the storer stores
-all six from there. So this epilogue, ten tiles of traffic for one of accumulators, needs no shared memory of its own.
+all six from there. So this epilogue, ten tiles of traffic for one of accumulators, needs no shared memory of its own. Every other task ends with one
+store step: a stage without loads, into which each consumer puts the right half of its result while its own two chunks take the left half, so that
+it hands over all of it at once and goes on.
 
 Barriers in shared memory (all mbarriers; phase of use i of a ring of N is (i // N) & 1):
   load_ready[s]   the TMA engine has filled stage s                                              producer -> consumers
-  load_empty[s]   stage s may be filled again (count 2): both consumers have multiplied it, or the storer has stored a z-step from it
+  load_empty[s]   stage s may be filled again (count 2): both consumers have multiplied it, or the storer has stored what they put there
   z_done[s]       both consumers have rewritten the z-step in stage s (count 2)                  consumers -> storer
-  out_full[w][b]  buffer b of consumer w holds a 64 x 64 chunk                                    consumer w -> storer
-  out_empty[w][b] the TMA engine has read buffer b of consumer w                                  storer -> consumer w
+  out_full[w]     consumer w has put its 64 x 256 result into its two chunks and the store step   consumer w -> storer
+  out_empty[w]    the TMA engine has read all of it                                               storer -> consumer w
   lead            consumer 0 has finished the first STAGGER k-steps of a task                     consumer 0 -> consumer 1
 """
 from triton.experimental import gluon
@@ -39,7 +41,7 @@ from .backward_tasks import (
     width_of,
 )
 from .compat import aggregate, thread_barrier, tma_load, tma_store, tma_store_wait
-from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, LOG2_E, _halves, _put, activate, second_half_is_padding
+from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, LOG2_E, _halves, activate, second_half_is_padding
 from .sync import add_release, fence_proxy, load_acquire, nap, stores_complete, wait_at_least
 
 NUM_STAGES = gl.constexpr(4)
@@ -83,6 +85,20 @@ class BackwardPipe:
         self.load_empty = load_empty
         self.z_done = z_done
         self.lead = lead
+
+
+@aggregate
+class Out:
+    """One consumer's two chunks for the left half of its results."""
+    chunks: gl.shared_memory_descriptor   # (2, 64, 64)
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, chunks, full, empty):
+        self.chunks = chunks
+        self.full = full
+        self.empty = empty
 
 
 @aggregate
@@ -261,6 +277,21 @@ def _load_weight(a_desc, b_desc, part, a_row, a_column, b_row, b_column, steps, 
 
 
 @gluon.jit
+def _store_step(pipe, it):
+    """Hand one free stage to the consumers for their results: no bytes, so its barrier completes with this arrival."""
+    stage = it % NUM_STAGES
+    mbarrier.wait(pipe.load_empty.index(stage), ((it // NUM_STAGES) & 1) ^ 1)
+    mbarrier.arrive(pipe.load_ready.index(stage))
+    return it + 1
+
+
+@gluon.jit
+def has_store_step(rows, kind, slot):
+    """Whether a task's result goes through a store step: all but DH and what is added into main_grad."""
+    return (kind == DX) | ((kind >= DW_UP) & ((slot >= 0) | (rows.into_main_grad == 0)))
+
+
+@gluon.jit
 def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh):
     """(counter, target, what) that a task's operands wait for; a weight gradient's dz, dy and w*h are there when all DH tasks are (all_dh)."""
     gated = (slot >= 0) & (((rows.gated >> gl.maximum(slot, 0)) & 1) != 0)
@@ -358,6 +389,8 @@ def producer(s, rows, flags, pipe, routed, shared_0, shared_1, tokens_desc, DEBU
                 it, seen = _load_weight(dy_rows_desc, wh_desc, 0, first, at, first, column * TILE_N, steps, pipe, it, next_counter, 2)
             else:
                 it, seen = _load_weight(dy_desc, shared_wh_desc, 0, 0, at, shared_row, column * TILE_N, steps, pipe, it, next_counter, 2)
+        if has_store_step(rows, kind, slot):
+            it = _store_step(pipe, it)
         phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
         expert, tokens, first = next_expert, next_tokens, next_first
 
@@ -410,7 +443,7 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _z_step(dh, weight, valid, rows, pipe, it, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr):
+def _z_step(dh, weight, valid, rows, pipe, it, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
     """64 columns of the DH epilogue, in place: z_gate -> dz_gate, z_up -> dz_up, w*h beside them. Returns <dh, h> of each row.
 
     Padding rows become zeros whatever z holds there: they are contracted over by the weight gradients.
@@ -423,7 +456,10 @@ def _z_step(dh, weight, valid, rows, pipe, it, LAYOUT: gl.constexpr, WG: gl.cons
     u = up.load(LAYOUT).to(gl.float32)
     g = gl.where(valid, g, 0.0)                          # every activation gives h = 0 for z = 0, and weight and dh of padding are 0
     u = gl.where(valid, u, 0.0)
-    h, slope_g, slope_u = activate_both(g, u, rows.activation, rows.limit, ACT)
+    if OMIT & 8 != 0:
+        h, slope_g, slope_u = u, g, u
+    else:
+        h, slope_g, slope_u = activate_both(g, u, rows.activation, rows.limit, ACT)
     h = h.to(gl.bfloat16).to(gl.float32)
     weighted = dh * weight
     gate.store((weighted * slope_g).to(gl.bfloat16))
@@ -450,8 +486,12 @@ def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.conste
 
 
 @gluon.jit
-def _multiply_all(pipe, acc, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """All k-steps of a task; consumer 0 tells consumer 1 when it may start."""
+def _multiply_all(pipe, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """All k-steps of a task, as four 64 x 64 quarters of its result; consumer 0 tells consumer 1 when it may start."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
     if STAGGER > 0 and WG == 0:
         first = gl.minimum(steps, STAGGER)
         acc, it = _multiply(pipe, acc, it, 0, first, WG, TRANSPOSED)
@@ -459,7 +499,12 @@ def _multiply_all(pipe, acc, it, steps, staggered, WG: gl.constexpr, STAGGER: gl
         acc, it = _multiply(pipe, acc, it, first, steps, WG, TRANSPOSED)
     else:
         acc, it = _multiply(pipe, acc, it, 0, steps, WG, TRANSPOSED)
-    return acc, it
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 1) % NUM_STAGES), pred=steps > 0)
+    left, right = _halves(acc, CHUNK, TILE_N, HALF)
+    q0, q1 = _halves(left, CHUNK, TILE_N // 2, QUARTER)
+    q2, q3 = _halves(right, CHUNK, TILE_N // 2, QUARTER)
+    return q0, q1, q2, q3, it
 
 
 @gluon.jit
@@ -499,7 +544,7 @@ def _row_weights(s, rows, slot, tile, valid_task, LAYOUT: gl.constexpr, WG: gl.c
 
 @gluon.jit
 def _dh_epilogue(s, rows, flags, pipe, quarters, weight, valid, slot, tile, column, it, LAYOUT: gl.constexpr, WG: gl.constexpr,
-                 ACT: gl.constexpr):
+                 ACT: gl.constexpr, OMIT: gl.constexpr):
     """The four z-steps of a DH task and its partials of d_topk_weights (of the gate's gradient, for a shared expert)."""
     q0, q1, q2, q3 = quarters
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
@@ -512,13 +557,13 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, weight, valid, slot, tile, colu
         valid = inside
     w = weight[:, None]
     v = valid[:, None]
-    part = _z_step(q0, w, v, rows, pipe, it, LAYOUT, WG, ACT)
+    part = _z_step(q0, w, v, rows, pipe, it, LAYOUT, WG, ACT, OMIT)
     mbarrier.arrive(pipe.z_done.index(it % NUM_STAGES))
-    part += _z_step(q1, w, v, rows, pipe, it + 1, LAYOUT, WG, ACT)
+    part += _z_step(q1, w, v, rows, pipe, it + 1, LAYOUT, WG, ACT, OMIT)
     mbarrier.arrive(pipe.z_done.index((it + 1) % NUM_STAGES))
-    part += _z_step(q2, w, v, rows, pipe, it + 2, LAYOUT, WG, ACT)
+    part += _z_step(q2, w, v, rows, pipe, it + 2, LAYOUT, WG, ACT, OMIT)
     mbarrier.arrive(pipe.z_done.index((it + 2) % NUM_STAGES))
-    part += _z_step(q3, w, v, rows, pipe, it + 3, LAYOUT, WG, ACT)
+    part += _z_step(q3, w, v, rows, pipe, it + 3, LAYOUT, WG, ACT, OMIT)
     gl.store(partials_of(s, rows, flags, slot, column, row), part, mask=valid)
     thread_barrier()                                     # the partials of all threads before the storer's release, through this arrival
     mbarrier.arrive(pipe.z_done.index((it + 3) % NUM_STAGES))
@@ -526,16 +571,28 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, weight, valid, slot, tile, colu
 
 
 @gluon.jit
-def consume(s, rows, flags, pipe, out, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
+def _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG: gl.constexpr):
+    """A 64 x 256 result, rounded, to the storer: left half in this consumer's own chunks, right half in the store step's stage."""
+    stage = it % NUM_STAGES
+    mbarrier.wait(out.empty, (handed & 1) ^ 1)
+    out.chunks.index(0).store(q0.to(gl.bfloat16))
+    out.chunks.index(1).store(q1.to(gl.bfloat16))
+    mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
+    pipe.a.index(2 * stage + WG).store(q2.to(gl.bfloat16))
+    pipe.chunks.index(4 * stage + WG).store(q3.to(gl.bfloat16))
+    fence_async_shared()                                 # these ordinary stores before the TMA stores of the storer
+    mbarrier.arrive(out.full)
+
+
+@gluon.jit
+def consume(s, rows, flags, pipe, out, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
     """
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     it = gl.program_id(0) * 0
-    ot = it
+    handed = it
     leads = it
     grid = gl.num_programs(0)
     phase, index = seek(s, it, gl.program_id(0))
@@ -570,28 +627,32 @@ def consume(s, rows, flags, pipe, out, WG: gl.constexpr, ACT: gl.constexpr, STAG
                 mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
                 mbarrier.arrive(pipe.z_done.index(stage))
                 it += 1
-        else:
-            acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
-            if kind <= DX:
-                acc, it = _multiply_all(pipe, acc, it, steps, staggered, WG, STAGGER, False)
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            else:
-                acc, it = _multiply_all(pipe, acc, it, steps, staggered, WG, STAGGER, True)
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 1) % NUM_STAGES), pred=steps > 0)
-            left, right = _halves(acc, CHUNK, TILE_N, HALF)
-            q0, q1 = _halves(left, CHUNK, TILE_N // 2, QUARTER)
-            q2, q3 = _halves(right, CHUNK, TILE_N // 2, QUARTER)
+            if kind == DX:
+                # It takes part in the store step too, though it has nothing to store: a waiter that skips a phase would mistake the next one for it.
+                mbarrier.wait(out.empty, (handed & 1) ^ 1)
+                mbarrier.wait(pipe.load_ready.index(it % NUM_STAGES), (it // NUM_STAGES) & 1)
+                mbarrier.arrive(out.full)
+                handed += 1
+                it += 1
+        elif kind <= DX:
+            # The two halves of this branch share nothing on purpose: accumulators that meet behind a branch make ptxas wait after every single
+            # wgmma (its message C7515).
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False)
             if kind == DH:
-                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), weight, valid, slot, tile, column, it, QUARTER, WG, ACT)
-            elif (kind >= DW_UP) & (slot < 0) & (rows.into_main_grad != 0):
+                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), weight, valid, slot, tile, column, it, QUARTER, WG, ACT, OMIT)
+            else:
+                _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+                handed += 1
+                it += 1
+        else:
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True)
+            if (slot < 0) & (rows.into_main_grad != 0):
                 if steps > 0:
                     _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
             else:
-                ot = _put(q0.to(gl.bfloat16), out, ot)
-                ot = _put(q1.to(gl.bfloat16), out, ot)
-                ot = _put(q2.to(gl.bfloat16), out, ot)
-                ot = _put(q3.to(gl.bfloat16), out, ot)
+                _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+                handed += 1
+                it += 1
         phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
         expert, tokens = next_expert, next_tokens
         if WG == 1:
@@ -612,27 +673,26 @@ def _store_box(desc, part, half, row, column, chunk, RANK: gl.constexpr):
 
 
 @gluon.jit
-def _store_tile(desc, part, half, row, column, out, ot, RANK: gl.constexpr):
-    """The four chunks of one consumer's 64 x 256 tile; a buffer is given back when the chunk after it is on its way, the last one at the end."""
-    for c in gl.static_range(4):
-        b = ot % 2
-        mbarrier.wait(out.full.index(b), (ot // 2) & 1)
-        _store_box(desc, part, half, row, column + c * CHUNK, out.buffers.index(b), RANK)
-        tma_store_wait(1)
-        if c > 0:
-            mbarrier.arrive(out.empty.index(b ^ 1))
-        ot += 1
-    tma_store_wait(0)
-    mbarrier.arrive(out.empty.index((ot + 1) % 2))
-    return ot
+def _store_result(desc, part, half, row, column, pipe, stage, out, handed, idle, RANK: gl.constexpr, WG: gl.constexpr):
+    """The 64 x 256 result of one consumer, from where `_hand_over` put it; an idle consumer has put nothing there."""
+    mbarrier.wait(out.full, handed & 1)
+    if idle == 0:
+        _store_box(desc, part, half, row, column, out.chunks.index(0), RANK)
+        _store_box(desc, part, half, row, column + CHUNK, out.chunks.index(1), RANK)
+        _store_box(desc, part, half, row, column + 2 * CHUNK, pipe.a.index(2 * stage + WG), RANK)
+        _store_box(desc, part, half, row, column + 3 * CHUNK, pipe.chunks.index(4 * stage + WG), RANK)
 
 
 @gluon.jit
-def _store_both(desc, part, half, row, column, out_0, out_1, ot_0, ot_1, idle, RANK: gl.constexpr):
-    ot_0 = _store_tile(desc, part, half, row, column, out_0, ot_0, RANK)
-    if not idle:
-        ot_1 = _store_tile(desc, part, half, row + CHUNK, column, out_1, ot_1, RANK)
-    return ot_0, ot_1
+def _store_both(desc, part, half, row, column, pipe, it, out_0, out_1, handed, idle, RANK: gl.constexpr):
+    """Both consumers' results, of which consumer 1 may be idle. Then the buffers and the store step's stage are free again."""
+    stage = it % NUM_STAGES
+    _store_result(desc, part, half, row, column, pipe, stage, out_0, handed, it < 0, RANK, 0)
+    _store_result(desc, part, half, row + CHUNK, column, pipe, stage, out_1, handed, idle, RANK, 1)
+    tma_store_wait(0)
+    mbarrier.arrive(out_0.empty)
+    mbarrier.arrive(out_1.empty)
+    mbarrier.arrive(pipe.load_empty.index(stage), count=2)
 
 
 @gluon.jit
@@ -657,8 +717,7 @@ def storer(s, rows, flags, pipe, out_0, out_1, hidden, results_desc, up_grads, d
     up_desc, shared_up_0, shared_up_1 = up_grads
     down_desc, shared_down_0, shared_down_1 = down_grads
     it = gl.program_id(0) * 0
-    ot_0 = it
-    ot_1 = it
+    handed = it                          # results taken from each consumer
     z_phases = it                        # bit s: phase of z_done[s]
     grid = gl.num_programs(0)
     phase, index = seek(s, it, gl.program_id(0))
@@ -693,27 +752,32 @@ def storer(s, rows, flags, pipe, out_0, out_1, hidden, results_desc, up_grads, d
         elif kind == DX:
             idle = second_half_is_padding(rows.row_to_slot, slot, tile, True)
             result_row = row + gl.where(slot < 0, 0, shared_results_row)
-            ot_0, ot_1 = _store_both(results_desc, 0, 0, result_row, column * TILE_N, out_0, out_1, ot_0, ot_1, idle, 2)
+            _store_both(results_desc, 0, 0, result_row, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
             stores_complete(tile)
             fence_proxy(tile)
             thread_barrier()
             add_release(flags.totals + DX_DONE, 1)
-        elif (slot >= 0) | (rows.into_main_grad == 0):
+            handed += 1
+            it += 1
+        elif has_store_step(rows, kind, slot):
+            no = it < 0
             half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
             half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
             at = (tile - half * half_tiles) * TILE_M
             if kind == DW_UP:
                 if slot < 0:
-                    ot_0, ot_1 = _store_both(up_desc, expert, half, at, column * TILE_N, out_0, out_1, ot_0, ot_1, it < 0, 4)
+                    _store_both(up_desc, expert, half, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 4)
                 elif slot == 0:
-                    ot_0, ot_1 = _store_both(shared_up_0, half, 0, at, column * TILE_N, out_0, out_1, ot_0, ot_1, it < 0, 3)
+                    _store_both(shared_up_0, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 3)
                 else:
-                    ot_0, ot_1 = _store_both(shared_up_1, half, 0, at, column * TILE_N, out_0, out_1, ot_0, ot_1, it < 0, 3)
+                    _store_both(shared_up_1, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 3)
             elif slot < 0:
-                ot_0, ot_1 = _store_both(down_desc, expert, 0, at, column * TILE_N, out_0, out_1, ot_0, ot_1, it < 0, 3)
+                _store_both(down_desc, expert, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 3)
             elif slot == 0:
-                ot_0, ot_1 = _store_both(shared_down_0, 0, 0, at, column * TILE_N, out_0, out_1, ot_0, ot_1, it < 0, 2)
+                _store_both(shared_down_0, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 2)
             else:
-                ot_0, ot_1 = _store_both(shared_down_1, 0, 0, at, column * TILE_N, out_0, out_1, ot_0, ot_1, it < 0, 2)
+                _store_both(shared_down_1, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 2)
+            handed += 1
+            it += 1
         phase, index = seek(s, phase, index + grid)
     stores_complete(it)                  # weight gradients are nobody's input in this launch; the kernel ends when they are written

@@ -222,16 +222,24 @@ def _sum_dx(s, rows, m, token, start, VECTORS: gl.constexpr, NW: gl.constexpr):
     for c in range(0, s.H, COLUMNS):
         inside = c + columns < s.H
         acc = gl.zeros([COLUMNS], gl.float32, L) + start
-        for k in range(0, m.K, 4):
+        for k in range(0, m.K, 8):
             v0 = _result_row(m, s, token, k, c + columns, inside)
             v1 = _result_row(m, s, token, k + 1, c + columns, inside)
             v2 = _result_row(m, s, token, k + 2, c + columns, inside)
             v3 = _result_row(m, s, token, k + 3, c + columns, inside)
+            v4 = _result_row(m, s, token, k + 4, c + columns, inside)
+            v5 = _result_row(m, s, token, k + 5, c + columns, inside)
+            v6 = _result_row(m, s, token, k + 6, c + columns, inside)
+            v7 = _result_row(m, s, token, k + 7, c + columns, inside)
             # adding +0 for a route that is not there changes nothing: the chain starts from +0, so it never holds -0
             acc += v0.to(gl.float32)
             acc += v1.to(gl.float32)
             acc += v2.to(gl.float32)
             acc += v3.to(gl.float32)
+            acc += v4.to(gl.float32)
+            acc += v5.to(gl.float32)
+            acc += v6.to(gl.float32)
+            acc += v7.to(gl.float32)
         for i in range(s.num_shared):
             row = m.shared_results_row + i * s.token_tiles * TILE_M + token
             acc += gl.load(m.results + row.to(gl.int64) * s.H + c + columns, mask=inside, other=0.0).to(gl.float32)
@@ -350,7 +358,8 @@ def _sloped_row(x, slopes, token, there, columns, inside):
 
 
 @gluon.jit
-def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr,
+          DEBUG: gl.constexpr):
     """Everything that the tensor cores do not do; dy and x are where those tensors lie."""
     grid = gl.num_programs(0)
     if rows.gated != 0:
@@ -359,7 +368,8 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
     if dh_columns(s, s.T * 0 - 1) > 0:
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 11, DEBUG)
-            _copy_piece(s, rows, dy, dy_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
+            if OMIT & 1 == 0:
+                _copy_piece(s, rows, dy, dy_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
             thread_barrier()
             add_release(flags.dy_ready + piece // COPY_PARTS, 1)
@@ -367,10 +377,18 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 13, DEBUG)
             counter = _expert_pieces(s, rows, flags, piece)
-            _copy_piece(s, rows, x, x_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
+            if OMIT & 2 == 0:
+                _copy_piece(s, rows, x, x_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer
             thread_barrier()
             add_release(counter, 1)
+    if OMIT & 4 == 0:
+        _final_sums(s, rows, flags, m, dy, x, VECTORS, NW, DEBUG)
+
+
+@gluon.jit
+def _final_sums(s, rows, flags, m, dy, x, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+    """What can be summed once the GEMMs that it hangs on are done, in the order of the file's docstring."""
     # Rule 2, reader without TMA: every thread acquires for itself, then the barrier lets the role go on together.
     wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)
     thread_barrier()

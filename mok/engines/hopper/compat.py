@@ -10,6 +10,9 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait          # waits until shared memory may be reused (.read) in every release
 
+# a shared-memory buffer seen in another shape; public since 3.7
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
 # the decorator that makes a class of tensors a kernel argument; the same in every release but for its place
 aggregate = getattr(gluon, "aggregate", None) or triton.language.core._aggregate
 
