@@ -23,6 +23,7 @@ from .sync import (
     fence_acquire,
     fence_proxy,
     fresh,
+    keep_loads_above,
     load_acquire,
     nap,
     pause,
@@ -210,17 +211,20 @@ def _gate(s, t, token, weight, NW: gl.constexpr):
 
 
 @gluon.jit
-def _result_row(s, t, token, valid, k, at, inside):
-    """(row or -1, result) of route k of each warp's token; nothing is loaded where there is no such route."""
-    row = gl.load(t.slot_to_row + token * t.K + k, mask=valid & (k < t.K), other=-1)
+def _result_row(s, t, token, k, at, inside):
+    """(row or -1, result) of route k of each warp's token; where there is no such route, row 0 is read and not used.
+
+    No predicate but the columns': with one for each route the compiler runs out of predicates and issues the loads one after the other.
+    """
+    row = gl.load(t.slot_to_row + token * t.K + gl.minimum(k, t.K - 1))
     pointer = t.results + (gl.maximum(row, 0).to(gl.int64) * s.H)[:, None] + at[None, :]
-    return row, gl.load(pointer, mask=(row >= 0)[:, None] & inside, other=0.0)
+    return gl.where(k < t.K, row, -1), gl.load(pointer, mask=inside, other=0.0, volatile=True)
 
 
 @gluon.jit
 def _add_route(t, token, k, row, value, acc):
     """A -1 route is skipped, not multiplied by 0: fma(0, y, -0) would be +0."""
-    weight = gl.load(t.topk_weights + token * t.K + k, mask=row >= 0, other=0.0)
+    weight = gl.load(t.topk_weights + token * t.K + gl.minimum(k, t.K - 1))
     return gl.where((row >= 0)[:, None], gl.fma(value.to(gl.float32), weight[:, None], acc), acc)
 
 
@@ -245,15 +249,16 @@ def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.con
         inside = (at < s.H)[None, :]
         acc = gl.zeros([NW, COLUMNS], gl.float32, L) + start
         for k in range(0, t.K, ROUTES):
-            r0, v0 = _result_row(s, t, token, valid, k, at, inside)
-            r1, v1 = _result_row(s, t, token, valid, k + 1, at, inside)
-            r2, v2 = _result_row(s, t, token, valid, k + 2, at, inside)
-            r3, v3 = _result_row(s, t, token, valid, k + 3, at, inside)
+            r0, v0 = _result_row(s, t, token, k, at, inside)
+            r1, v1 = _result_row(s, t, token, k + 1, at, inside)
+            r2, v2 = _result_row(s, t, token, k + 2, at, inside)
+            r3, v3 = _result_row(s, t, token, k + 3, at, inside)
             if ROUTES == 8:
-                r4, v4 = _result_row(s, t, token, valid, k + 4, at, inside)
-                r5, v5 = _result_row(s, t, token, valid, k + 5, at, inside)
-                r6, v6 = _result_row(s, t, token, valid, k + 6, at, inside)
-                r7, v7 = _result_row(s, t, token, valid, k + 7, at, inside)
+                r4, v4 = _result_row(s, t, token, k + 4, at, inside)
+                r5, v5 = _result_row(s, t, token, k + 5, at, inside)
+                r6, v6 = _result_row(s, t, token, k + 6, at, inside)
+                r7, v7 = _result_row(s, t, token, k + 7, at, inside)
+            keep_loads_above(k)
             acc = _add_route(t, token, k, r0, v0, acc)
             acc = _add_route(t, token, k + 1, r1, v1, acc)
             acc = _add_route(t, token, k + 2, r2, v2, acc)
@@ -265,7 +270,7 @@ def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.con
                 acc = _add_route(t, token, k + 7, r7, v7, acc)
         for e in range(fresh(s.num_shared)):
             row = t.shared_results_row + e * token_tiles(s) * BLOCK_M + token
-            v = gl.load(t.results + (row.to(gl.int64) * s.H)[:, None] + at[None, :], mask=valid[:, None] & inside, other=0.0)
+            v = gl.load(t.results + (row.to(gl.int64) * s.H)[:, None] + at[None, :], mask=inside, other=0.0)
             acc = gl.fma(v.to(gl.float32), gl.where(e == 0, gate_0, gate_1)[:, None], acc)
         gl.store(target + at[None, :], acc.to(gl.bfloat16), mask=valid[:, None] & inside)
 

@@ -99,6 +99,12 @@ def pause(anchor):
 
 
 @gluon.jit
+def keep_loads_above(anchor):
+    """A warp barrier that the compiler does not sink loads past: left alone, it issues each load just before its use, one latency after the other."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fresh(value):
     """The same int32, hidden from the compiler's hoisting.
 
