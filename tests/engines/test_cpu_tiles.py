@@ -97,7 +97,8 @@ def test_products(dtype):
         left = math.buffer(scratch, "left", 64, 70, math.acc).copy_(torch.arange(64 * 70).view(64, 70) % 13)
         results = {"rounded": math.rounded(scratch, "1", tile, Matrix(w, "w", key)), "bias": math.rounded(scratch, "2", tile, Matrix(w, "w", key), bias=bias),
                    "flip": math.rounded(scratch, "3", tile, Matrix(flipped, "f", key), flip=True),
-                   "exact": math.exact(scratch, "4", wide, Matrix(w, "w", key)), "exact flip": math.exact(scratch, "5", wide, Matrix(flipped, "f", key), flip=True),
+                   "exact": math.exact(scratch, "4", wide, Matrix(w, "w", key)),
+                   "exact flip": math.exact(scratch, "5", wide, Matrix(flipped, "f", key), flip=True),
                    "outer": math.outer(scratch, "6", left, wide)}
         return {name: tensor.clone() for name, tensor in results.items()}
 
