@@ -52,7 +52,7 @@ def checks(only_plain: bool):
         return
     for name, (activation, limit) in cases.ACTIVATIONS.items():
         yield name, lambda a=activation, m=limit: cases.check(gpu_case(200, 272, 176, 5, 3, biases=True, activation=a, swiglu_limit=m, shared=((96, True),)))
-    naps = [{"config": BackwardConfig(0, debug=True)}, {"config": BackwardConfig(0, debug=True), "group_tiles": 2}]
+    naps = [{"config": BackwardConfig(0, debug=1)}, {"config": BackwardConfig(0, debug=1), "group_tiles": 2}]
     yield "roles that sleep", lambda: cases.same_everywhere(gpu_case(1500, 272, 336, 12, 3, shared=((336, True),)), naps)
 
 
@@ -81,7 +81,7 @@ def variant(text: str) -> dict:
     group = values.pop("group", None)
     wanted = values.pop("wants", 15)
     wants = Wants(*(bool(wanted >> i & 1) for i in range(4)))
-    return {"config": BackwardConfig(0, **values), "group_tiles": group}, wants
+    return {"config": BackwardConfig(**{"act": 0, **values}), "group_tiles": group}, wants
 
 
 def main() -> int:

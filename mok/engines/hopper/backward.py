@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .backward_gemm import CHUNK, FINISHED, NUM_STAGES, REGLU, WAIT_FINISH, BackwardFlags, BackwardPipe, Out, Rows, consume, producer, storer
+from .backward_gemm import CHUNK, FINISHED, NUM_STAGES, QUEUE, REGLU, WAIT_FINISH, BackwardFlags, BackwardPipe, Out, Rows, Tasks, consume, producer, storer
 from .backward_move import Source, Sums, finish_dx, mover
 from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, make_schedule, shared_wants
 from .compat import reinterpret, thread_barrier
@@ -33,7 +33,7 @@ class BackwardConfig:
     act: int
     stagger: int = 3
     copy_rows: int = 8
-    debug: bool = False
+    debug: int = 0
     omit: int = 0                 # sum of 1: no copy of dy, 2: no copy of x, 4: no sums, 8: no arithmetic in the DH epilogue; for the breakdown only
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class BackwardConfig:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
-        return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows, "DEBUG": int(self.debug), "OMIT": self.omit,
+        return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows, "DEBUG": self.debug, "OMIT": self.omit,
                 "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
 
 
@@ -56,9 +56,9 @@ INTO_MAIN_GRAD = gl.constexpr(8)
 
 
 @gluon.jit
-def _consumer(s, rows, flags, pipe, out, m, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr,
+def _consumer(s, rows, flags, pipe, tasks, out, m, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr,
               DEBUG: gl.constexpr):
-    consume(s, rows, flags, pipe, out, WG, ACT, STAGGER, OMIT, DEBUG)
+    consume(s, rows, flags, pipe, tasks, out, WG, ACT, STAGGER, OMIT, DEBUG)
     if OMIT & 4 == 0:
         finish_dx(s, rows, flags, m, 2, 4, DEBUG)
 
@@ -85,6 +85,11 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                 gl.allocate_shared_memory(gl.int64, [1], BARRIER))
     out_1 = Out(gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, CHUNK], CHUNKS), gl.allocate_shared_memory(gl.int64, [1], BARRIER),
                 gl.allocate_shared_memory(gl.int64, [1], BARRIER))
+    tasks = Tasks(gl.allocate_shared_memory(gl.int32, [4 * QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+                  gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER))
+    for i in gl.static_range(QUEUE):
+        mbarrier.init(tasks.full.index(i), count=1)
+        mbarrier.init(tasks.empty.index(i), count=3)
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(pipe.load_ready.index(i), count=1)
         mbarrier.init(pipe.load_empty.index(i), count=2)
@@ -109,11 +114,11 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
              d_gate_1, gate_slopes, K, E)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     gl.warp_specialize([
-        (_consumer, (s, rows, flags, pipe, out_0, m, 0, ACT, STAGGER, OMIT, DEBUG)),
-        (_consumer, (s, rows, flags, pipe, out_1, m, 1, ACT, STAGGER, OMIT, DEBUG)),
-        (producer, (s, rows, flags, pipe, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
+        (_consumer, (s, rows, flags, pipe, tasks, out_0, m, 0, ACT, STAGGER, OMIT, DEBUG)),
+        (_consumer, (s, rows, flags, pipe, tasks, out_1, m, 1, ACT, STAGGER, OMIT, DEBUG)),
+        (producer, (s, rows, flags, pipe, tasks, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
                     (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), DEBUG)),
-        (storer, (s, rows, flags, pipe, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
+        (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
                   shared_results_row, DEBUG)),
         (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),

@@ -17,6 +17,7 @@ Barriers in shared memory (all mbarriers; phase of use i of a ring of N is (i //
   out_full[w]     consumer w has put its 64 x 256 result into its two chunks and the store step   consumer w -> storer
   out_empty[w]    the TMA engine has read all of it                                               storer -> consumer w
   lead            consumer 0 has finished the first STAGGER k-steps of a task                     consumer 0 -> consumer 1
+  tasks.full/empty[q]  record q of the task queue is written / read by its three readers          producer -> consumers, storer
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -102,6 +103,60 @@ class Out:
 
 
 @aggregate
+class Tasks:
+    """The producer's next tasks for the other roles, in shared memory: they neither walk the sequence nor hold its sizes in registers.
+
+    A record is four int32: bits (TASK_*) with the column tile above them, tile, k-steps, expert.
+    """
+    records: gl.shared_memory_descriptor  # (4 * QUEUE, 1)
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor    # count 3: two consumers and the storer
+
+    @gluon.constexpr_function
+    def __init__(self, records, full, empty):
+        self.records = records
+        self.full = full
+        self.empty = empty
+
+
+# bits of a task record: 0-1 kind, 2-3 shared expert + 1, 4 rows 64.. are padding, 5 no more tasks; the column tile from bit 6 on
+TASK_IDLE, TASK_END, TASK_COLUMN = gl.constexpr(16), gl.constexpr(32), gl.constexpr(64)
+QUEUE = gl.constexpr(4)
+
+
+@gluon.jit
+def _push_task(tasks, count, bits, tile, steps, expert):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    r = count % QUEUE
+    mbarrier.wait(tasks.empty.index(r), ((count // QUEUE) & 1) ^ 1)
+    tasks.records.index(4 * r).store(gl.full([1], bits, gl.int32, L))
+    tasks.records.index(4 * r + 1).store(gl.full([1], tile, gl.int32, L))
+    tasks.records.index(4 * r + 2).store(gl.full([1], steps, gl.int32, L))
+    tasks.records.index(4 * r + 3).store(gl.full([1], expert, gl.int32, L))
+    mbarrier.arrive(tasks.full.index(r))
+
+
+@gluon.jit
+def _pop_task(tasks, count, NW: gl.constexpr):
+    """(bits, tile, k-steps, expert) of task number `count` of this CTA."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    r = count % QUEUE
+    mbarrier.wait(tasks.full.index(r), (count // QUEUE) & 1)
+    bits = gl.max(tasks.records.index(4 * r).load(L), 0)
+    tile = gl.max(tasks.records.index(4 * r + 1).load(L), 0)
+    steps = gl.max(tasks.records.index(4 * r + 2).load(L), 0)
+    expert = gl.max(tasks.records.index(4 * r + 3).load(L), 0)
+    mbarrier.arrive(tasks.empty.index(r))
+    return bits, tile, steps, expert
+
+
+@gluon.jit
+def _unpack(bits):
+    """(kind, shared expert or -1, column tile) of a task record's bits."""
+    return bits & 3, ((bits >> 2) & 3) - 1, bits // TASK_COLUMN
+
+
+@aggregate
 class BackwardFlags:
     """Counters in global memory (int32), and the control block that holds the abort flag and the spin limit.
 
@@ -175,12 +230,6 @@ def k_steps(s, kind, slot, tokens):
     steps = gl.where(product_needed(s, slot), gl.cdiv(s.H, BLOCK_K), 0)
     steps = gl.where(kind == DX, 2 * gl.cdiv(width_of(s, slot), BLOCK_K), steps)
     return gl.where(kind >= DW_UP, gl.cdiv(gl.where(slot < 0, tokens, s.T), BLOCK_K), steps)
-
-
-@gluon.jit
-def expert_tokens(s, rows, kind, slot, expert, valid):
-    """Rows of a routed weight gradient's expert; 0 for other tasks."""
-    return gl.load(rows.tokens_per_expert + expert, mask=valid & (kind >= DW_UP) & (slot < 0), other=0)
 
 
 @gluon.jit
@@ -333,7 +382,7 @@ def _plan_of(s, rows, phase, kind, slot, tile, expert):
 
 
 @gluon.jit
-def producer(s, rows, flags, pipe, routed, shared_0, shared_1, tokens_desc, DEBUG: gl.constexpr):
+def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, DEBUG: gl.constexpr):
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
     tokens_desc = (dy, x, shared dz, shared wh)."""
     dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc = routed
@@ -346,18 +395,23 @@ def producer(s, rows, flags, pipe, routed, shared_0, shared_1, tokens_desc, DEBU
     phase, index = seek(s, it, gl.program_id(0))
     kind, slot, tile, column, expert = locate(s, phase, index)
     expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
+    idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
     seen = it - 1
+    count = it
     while phase < s.num_phases:
+        steps = k_steps(s, kind, slot, tokens)
+        _push_task(tasks, count, kind + (slot + 1) * 4 + gl.where(idle, TASK_IDLE, 0) + column * TASK_COLUMN, tile, steps, expert)
+        count += 1
         next_phase, next_index = seek(s, phase, index + grid)
         next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index)
         next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
+        next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
         counter, target = _input_counter(s, rows, flags, kind, slot, tile, expert, gl.cdiv(tokens, TILE_M) * COPY_PARTS, all_dh)
         next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh)
         next_counter = gl.where(next_phase < s.num_phases, next_counter, counter)
         nap(index + phase, DEBUG)
         _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh)
         fence_proxy(tile)
-        steps = k_steps(s, kind, slot, tokens)
         shared_row = slot * s.token_tiles * TILE_M
         if kind == DH:
             row = tile * TILE_M
@@ -392,7 +446,8 @@ def producer(s, rows, flags, pipe, routed, shared_0, shared_1, tokens_desc, DEBU
         if has_store_step(rows, kind, slot):
             it = _store_step(pipe, it)
         phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
-        expert, tokens, first = next_expert, next_tokens, next_first
+        expert, tokens, first, idle = next_expert, next_tokens, next_first, next_idle
+    _push_task(tasks, count, it * 0 + TASK_END, it, it, it)
 
 
 # --------------------------------------------------------------------------------------------------------------------------------- consumers
@@ -535,26 +590,26 @@ def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.co
 
 
 @gluon.jit
-def _row_weights(s, rows, slot, tile, valid_task, LAYOUT: gl.constexpr, WG: gl.constexpr):
-    """(weight, validity) of the 64 rows of a routed DH task; inputs of the launch, so they may be loaded long before they are needed."""
+def _routes(rows, slot, tile, is_dh, LAYOUT: gl.constexpr, WG: gl.constexpr):
+    """Route of each of a routed DH task's 64 rows, -1 = padding; loaded before the multiplication, so that it is there when the epilogue begins."""
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    route = gl.load(rows.row_to_slot + row, mask=(row >= 0) & valid_task & (slot < 0), other=-1)
-    return gl.load(rows.topk_weights + route, mask=route >= 0, other=0.0), route >= 0
+    return gl.load(rows.row_to_slot + row, mask=(row >= 0) & is_dh & (slot < 0), other=-1)
 
 
 @gluon.jit
-def _dh_epilogue(s, rows, flags, pipe, quarters, weight, valid, slot, tile, column, it, LAYOUT: gl.constexpr, WG: gl.constexpr,
-                 ACT: gl.constexpr, OMIT: gl.constexpr):
+def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr,
+                 OMIT: gl.constexpr):
     """The four z-steps of a DH task and its partials of d_topk_weights (of the gate's gradient, for a shared expert)."""
     q0, q1, q2, q3 = quarters
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    valid = route >= 0
+    weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
     if slot >= 0:
         # the movers' gates: the producer acquired their counter before it announced this task's first stage
-        inside = row < s.T
-        weight = gl.where(inside, weight * 0.0 + 1.0, 0.0)
+        valid = row < s.T
+        weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
         if ((rows.gated >> slot) & 1) != 0:
-            weight = gl.load(rows.gates + slot * s.token_tiles * TILE_M + row, mask=inside, other=0.0)
-        valid = inside
+            weight = gl.load(rows.gates + slot * s.token_tiles * TILE_M + row, mask=valid, other=0.0)
     w = weight[:, None]
     v = valid[:, None]
     part = _z_step(q0, w, v, rows, pipe, it, LAYOUT, WG, ACT, OMIT)
@@ -582,10 +637,11 @@ def _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG: gl.constexpr):
     pipe.chunks.index(4 * stage + WG).store(q3.to(gl.bfloat16))
     fence_async_shared()                                 # these ordinary stores before the TMA stores of the storer
     mbarrier.arrive(out.full)
+    return it + 1, handed + 1
 
 
 @gluon.jit
-def consume(s, rows, flags, pipe, out, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+def consume(s, rows, flags, pipe, tasks, out, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
@@ -594,69 +650,61 @@ def consume(s, rows, flags, pipe, out, WG: gl.constexpr, ACT: gl.constexpr, STAG
     it = gl.program_id(0) * 0
     handed = it
     leads = it
-    grid = gl.num_programs(0)
-    phase, index = seek(s, it, gl.program_id(0))
-    kind, slot, tile, column, expert = locate(s, phase, index)
-    tokens = expert_tokens(s, rows, kind, slot, expert, phase < s.num_phases)
-    idle = False
-    if WG == 1:
-        idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
-    while phase < s.num_phases:
-        next_phase, next_index = seek(s, phase, index + grid)
-        next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index)
-        next_tokens = expert_tokens(s, rows, next_kind, next_slot, next_expert, next_phase < s.num_phases)
-        next_idle = False
-        if WG == 1:
-            next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
-        weight, valid = _row_weights(s, rows, slot, tile, kind == DH, QUARTER, WG)
-        nap(index + phase + WG * 7, DEBUG)
-        steps = k_steps(s, kind, slot, tokens)
+    count = it
+    bits, tile, steps, expert = _pop_task(tasks, count, 4)
+    while (bits & TASK_END) == 0:
+        kind, slot, column = _unpack(bits)
+        route = _routes(rows, slot, tile, kind == DH, QUARTER, WG)
+        nap(tile + column + WG * 7, DEBUG)
         # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
         staggered = steps >= NUM_STAGES
         if STAGGER > 0 and WG == 1:
             mbarrier.wait(pipe.lead.index(0), leads & 1, pred=staggered)
             leads += staggered.to(gl.int32)
+        idle = False
+        if WG == 1:
+            idle = (bits & TASK_IDLE) != 0
         if idle:
-            for _ in range(steps):
-                stage = it % NUM_STAGES
-                mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
-                mbarrier.arrive(pipe.load_empty.index(stage))
-                it += 1
-            for _ in range(gl.where(kind == DH, Z_STEPS, 0)):
-                stage = it % NUM_STAGES
-                mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
-                mbarrier.arrive(pipe.z_done.index(stage))
-                it += 1
-            if kind == DX:
-                # It takes part in the store step too, though it has nothing to store: a waiter that skips a phase would mistake the next one for it.
-                mbarrier.wait(out.empty, (handed & 1) ^ 1)
-                mbarrier.wait(pipe.load_ready.index(it % NUM_STAGES), (it // NUM_STAGES) & 1)
-                mbarrier.arrive(out.full)
-                handed += 1
-                it += 1
+            it, handed = _pass_through(pipe, out, kind, steps, it, handed)
         elif kind <= DX:
-            # The two halves of this branch share nothing on purpose: accumulators that meet behind a branch make ptxas wait after every single
-            # wgmma (its message C7515).
+            # The two branches share no code on purpose: accumulators that meet behind a branch make ptxas wait after every single wgmma
+            # (its message C7515; measured 0.58 of the roof instead of 0.8).
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False)
             if kind == DH:
-                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), weight, valid, slot, tile, column, it, QUARTER, WG, ACT, OMIT)
+                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, OMIT)
             else:
-                _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
-                handed += 1
-                it += 1
+                it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
         else:
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True)
             if (slot < 0) & (rows.into_main_grad != 0):
                 if steps > 0:
                     _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
             else:
-                _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
-                handed += 1
-                it += 1
-        phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
-        expert, tokens = next_expert, next_tokens
-        if WG == 1:
-            idle = next_idle
+                it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+        count += 1
+        bits, tile, steps, expert = _pop_task(tasks, count, 4)
+
+
+@gluon.jit
+def _pass_through(pipe, out, kind, steps, it, handed):
+    """An idle consumer's part in a task: every barrier, nothing else. A waiter that skipped a phase would mistake the next one for it."""
+    for _ in range(steps):
+        stage = it % NUM_STAGES
+        mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
+        mbarrier.arrive(pipe.load_empty.index(stage))
+        it += 1
+    for _ in range(gl.where(kind == DH, Z_STEPS, 0)):
+        stage = it % NUM_STAGES
+        mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
+        mbarrier.arrive(pipe.z_done.index(stage))
+        it += 1
+    if kind == DX:
+        mbarrier.wait(out.empty, (handed & 1) ^ 1)
+        mbarrier.wait(pipe.load_ready.index(it % NUM_STAGES), (it // NUM_STAGES) & 1)
+        mbarrier.arrive(out.full)
+        handed += 1
+        it += 1
+    return it, handed
 
 
 # ------------------------------------------------------------------------------------------------------------------------------------ storer
@@ -708,7 +756,7 @@ def _store_z_step(dz_desc, wh_desc, want_dz, want_wh, row, column, stage, pipe, 
 
 
 @gluon.jit
-def storer(s, rows, flags, pipe, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, DEBUG: gl.constexpr):
+def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
 
     hidden = (dz, wh, shared dz, shared wh); up_grads, down_grads = descriptors of (routed, shared 0, shared 1) weight gradients.
@@ -719,16 +767,15 @@ def storer(s, rows, flags, pipe, out_0, out_1, hidden, results_desc, up_grads, d
     it = gl.program_id(0) * 0
     handed = it                          # results taken from each consumer
     z_phases = it                        # bit s: phase of z_done[s]
-    grid = gl.num_programs(0)
-    phase, index = seek(s, it, gl.program_id(0))
-    while phase < s.num_phases:
-        kind, slot, tile, column, expert = locate(s, phase, index)
-        steps = k_steps(s, kind, slot, expert_tokens(s, rows, kind, slot, expert, True))
-        nap(index + phase + 3, DEBUG)
+    count = it
+    bits, tile, steps, expert = _pop_task(tasks, count, 1)
+    while (bits & TASK_END) == 0:
+        kind, slot, column = _unpack(bits)
+        idle = (bits & TASK_IDLE) != 0
+        nap(tile + column + 3, DEBUG)
         it += steps
         row = tile * TILE_M + gl.where(slot < 0, 0, slot * s.token_tiles * TILE_M)
         if kind == DH:
-            idle = second_half_is_padding(rows.row_to_slot, slot, tile, True)
             shared_bits = shared_wants(s, gl.maximum(slot, 0))
             dx_wanted = (s.wants & WANT_X) != 0
             want_dz = dx_wanted | gl.where(slot < 0, (s.wants & 20) != 0, (shared_bits & 1) != 0)
@@ -750,7 +797,6 @@ def storer(s, rows, flags, pipe, out_0, out_1, hidden, results_desc, up_grads, d
             add_release(flags.dh_ready + counter_of(s, slot, tile, flags.capacity), 1)
             add_release(flags.totals + DH_DONE, 1)
         elif kind == DX:
-            idle = second_half_is_padding(rows.row_to_slot, slot, tile, True)
             result_row = row + gl.where(slot < 0, 0, shared_results_row)
             _store_both(results_desc, 0, 0, result_row, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
             stores_complete(tile)
@@ -760,24 +806,24 @@ def storer(s, rows, flags, pipe, out_0, out_1, hidden, results_desc, up_grads, d
             handed += 1
             it += 1
         elif has_store_step(rows, kind, slot):
-            no = it < 0
             half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
             half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
             at = (tile - half * half_tiles) * TILE_M
             if kind == DW_UP:
                 if slot < 0:
-                    _store_both(up_desc, expert, half, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 4)
+                    _store_both(up_desc, expert, half, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 4)
                 elif slot == 0:
-                    _store_both(shared_up_0, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 3)
+                    _store_both(shared_up_0, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 3)
                 else:
-                    _store_both(shared_up_1, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 3)
+                    _store_both(shared_up_1, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 3)
             elif slot < 0:
-                _store_both(down_desc, expert, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 3)
+                _store_both(down_desc, expert, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 3)
             elif slot == 0:
-                _store_both(shared_down_0, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 2)
+                _store_both(shared_down_0, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
             else:
-                _store_both(shared_down_1, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, no, 2)
+                _store_both(shared_down_1, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
             handed += 1
             it += 1
-        phase, index = seek(s, phase, index + grid)
+        count += 1
+        bits, tile, steps, expert = _pop_task(tasks, count, 1)
     stores_complete(it)                  # weight gradients are nobody's input in this launch; the kernel ends when they are written
