@@ -1,6 +1,7 @@
 """One input of the layer for a reported fault: seeded data, a run with every gradient, and the comparison with the float64 reference."""
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,3 +196,28 @@ def random_routes(T: int, K: int, E: int, *, masked: float = 0.0, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(T, E, generator=generator).argsort(-1)[:, :K]
     return ids.masked_fill(torch.rand(T, K, generator=generator) < masked, -1)
+
+
+def peak_bytes(device: str, run: Callable[[], Any]) -> int:
+    """How much more memory than before `run` needs at its fullest: of the GPU, or of this process as the operating system counts its pages.
+
+    On a CPU exact for buffers above 32 MiB, which the C library never keeps for reuse; smaller ones may come from memory that it holds.
+    """
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")                                        # the high-water mark starts again from what is resident now
+    before = _resident("VmRSS")
+    run()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
