@@ -7,6 +7,7 @@ float32 (float64 for float64 x). y has x's dtype as it was handed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -252,7 +253,9 @@ def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: R
         agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants)
     with torch.autocast(dy.device.type, enabled=False):
         grads = _engine(tensors.x, tensors.w_down, group_key).backward(plan, tensors, options, saved, dy, all_wants, main_grad)
-    return [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]
+    given = [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]
+    assert all(grad is not None for grad in given), "an engine left out a gradient that was wanted"
+    return cast(list[Tensor], given)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
