@@ -122,9 +122,9 @@ def test_case_H4_released_by_backward(device):
 
 @pytest.mark.parametrize("routing", ["one expert takes all", "balanced"])
 def test_case_H1(device, routing):
-    """DeepEP#99, prime-rl#2368, vllm#57262: out of memory under skew, or a buffer of T * E: 67 million elements here, of any type too much."""
-    T, K, E, H, I = 131072, 1, 512, 16, 8
-    ids = torch.full((T, K), 400) if routing == "one expert takes all" else random_routes(T, K, 64, seed=1) * 8
+    """DeepEP#99, prime-rl#2368, vllm#57262: out of memory under skew, or a buffer of T * E: 134 million elements here, of any type too much."""
+    T, K, E, H, I = 131072, 1, 1024, 16, 8
+    ids = torch.full((T, K), 400) if routing == "one expert takes all" else random_routes(T, K, 64, seed=1) * 16
     p = problem(ids, E, H, I, device, torch.float32)
     p.changed(**{name: p[name][:64] for name in ("x", "topk_ids", "topk_weights")}, dy=p.dy[:64]).run()
     assert peak_bytes(device, p.run) < T * E
