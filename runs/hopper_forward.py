@@ -123,7 +123,7 @@ def main() -> int:
         return 1
     engine, roof = HopperEngine(), Roof()
     roof.tflops(1500)                                                # warm the card before the first figure
-    results, roofs = [], []
+    results, roofs, differing = [], [], []
     for name in args.shapes:
         T, H, I, E, K = SHAPES[name]
         ids, tensors = problem(T, H, I, E, K)
@@ -143,7 +143,10 @@ def main() -> int:
                 if expected is None:
                     expected, error = y, relative_error(y, ids, tensors, list(range(0, T, T // 8)))
                     assert error < 6e-3, f"{name}: relative error {error}"
-                assert torch.equal(y, expected), f"{name} {text}: bits differ"
+                if not torch.equal(y, expected):
+                    wrong = torch.nonzero(y != expected)
+                    differing.append(f"{name} {text}: {wrong.shape[0]} elements of {wrong[:, 0].unique().numel()} tokens differ from the first variant")
+                    print(differing[-1], flush=True)
             entry = measure(call, roof, flops, args.budget_ms, args.blocks)
             roofs.append(entry.pop("roof_tflops"))
             entry = {"shape": name, "thiek": [T, H, I, E, K], "pass": "forward" if save else "forward-no-grad", "precision": "bf16", "impl": "mok", **entry}
@@ -163,7 +166,7 @@ def main() -> int:
         with open(args.out, "w") as file:
             file.write(text + "\n")
     print(text)
-    return 0
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

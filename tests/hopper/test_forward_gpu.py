@@ -229,6 +229,38 @@ def test_p4_a_token_does_not_depend_on_the_batch(promise_case):
         assert same_bits(run(promise_case.keep(tokens))[0], y[tokens])
 
 
+def test_p1_p2_at_full_size():
+    """Qwen3-30B-A3B's layer: repeats, every kind of setting and sleeping roles over 262144 routes; says where bits differ."""
+    from mok.engines.hopper.forward import ForwardConfig
+    from mok.engines.hopper.launch import Granularity
+
+    case = big_case(32768, 2048, 768, 128, 8, save=True)
+    y, saved = launched(case)
+    rows = torch.nonzero(_plan(case).row_to_slot >= 0).flatten()
+    trials = [(ForwardConfig(True), None, 0)] * 8 + [(ForwardConfig(False), None, 0)] * 4
+    trials += [(ForwardConfig(False), Granularity(8, 16, 24), 0), (ForwardConfig(True), Granularity(8, 8, 16), 0),
+               (ForwardConfig(False, 1), Granularity(4, 9, 9), 3), (ForwardConfig(True), Granularity(48, 64, 96), 64),
+               (ForwardConfig(True, debug=True), None, 0), (ForwardConfig(False, debug=True), Granularity(5, 7, 10), 1)]
+    found = []
+    for number, (config, grain, reserved) in enumerate(trials):
+        poison()
+        again, saved_again = launched(replace(case, options=replace(case.options, save_for_backward=config.save_z)), config, grain, reserved)
+        if config.save_z and not same_bits(saved_again.z[rows], saved.z[rows]):
+            wrong = torch.nonzero((saved_again.z[rows] != saved.z[rows]).any(1)).flatten()
+            found.append(f"trial {number} {config} {grain}: z differs in {wrong.numel()} rows, tiles {(rows[wrong] // 128).unique().tolist()[:10]}")
+        if not same_bits(again, y):
+            wrong = torch.nonzero(again != y)
+            found.append(f"trial {number} {config} {grain}: y differs in {wrong[:, 0].unique().numel()} tokens, {wrong.shape[0]} elements, columns "
+                         f"{wrong[:, 1].min()}..{wrong[:, 1].max()}, largest {(again.float() - y.float()).abs().max():.3g}, first {wrong[0].tolist()}")
+    assert not found, "\n".join(found)
+
+
+def _plan(case):
+    from mok.engines.hopper.engine import HopperEngine
+
+    return HopperEngine().build_plan(case.topk_ids, case.num_experts)
+
+
 def test_streams_and_graphs(promise_case):
     from mok.engines.hopper.engine import HopperEngine
 

@@ -122,6 +122,7 @@ def _pop_task(queue, count, NW: gl.constexpr):
     packed = gl.max(queue.records.index(3 * r).load(L), 0)
     tile = gl.max(queue.records.index(3 * r + 1).load(L), 0)
     steps = gl.max(queue.records.index(3 * r + 2).load(L), 0)
+    thread_barrier()                     # every warp has read the record before one thread gives it back
     mbarrier.arrive(queue.empty.index(r))
     return packed, tile, steps
 

@@ -218,7 +218,7 @@ def _result_row(s, t, token, k, at, inside):
     """
     row = gl.load(t.slot_to_row + token * t.K + gl.minimum(k, t.K - 1))
     pointer = t.results + (gl.maximum(row, 0).to(gl.int64) * s.H)[:, None] + at[None, :]
-    return gl.where(k < t.K, row, -1), gl.load(pointer, mask=inside, other=0.0, volatile=True)
+    return gl.where(k < t.K, row, -1), gl.load(pointer, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -276,21 +276,17 @@ def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.con
 
 
 @gluon.jit
-def _sum_ticket(s, t, flags, ticket, VECTORS: gl.constexpr, NW: gl.constexpr):
-    """Sum a ticket's tokens, NW at a time; their results are ready."""
+def _sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr):
+    """Sum the NW tokens from `place` of the list on, one a warp; their results are ready and acquired."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
-    fence_acquire(ticket)                # rule 2, reader: the polls of every thread ...
-    thread_barrier()                     # ... before the loads of any
     start = gl.where(gl.load(flags.control + CONTROL_ABORT, volatile=True) != 0, float("nan"), 0.0)
-    for j in range(0, TICKET_TOKENS, NW):
-        place = ticket * TICKET_TOKENS + j + warps
-        valid = place < s.T
-        token = gl.load(t.order + place, mask=valid, other=0)
-        if t.K <= 4:
-            _sum_tokens(s, t, token, valid, start, 2 * VECTORS, 4, NW)
-        else:
-            _sum_tokens(s, t, token, valid, start, VECTORS, 8, NW)
+    valid = place + warps < s.T
+    token = gl.load(t.order + place + warps, mask=valid, other=0)
+    if t.K <= 4:
+        _sum_tokens(s, t, token, valid, start, 2 * VECTORS, 4, NW)
+    else:
+        _sum_tokens(s, t, token, valid, start, VECTORS, 8, NW)
 
 
 @gluon.jit
@@ -313,7 +309,10 @@ def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: 
             lack = _behind(s, t, flags, ticket, since, NW)
             if lack == LATE:
                 report_timeout(flags.control, WAIT_COMBINE, ticket, down_columns(s), lack)
-        _sum_ticket(s, t, flags, ticket, VECTORS, NW)
+        fence_acquire(ticket)            # rule 2, reader: the polls of every thread ...
+        thread_barrier()                 # ... before the loads of any
+        for j in range(0, TICKET_TOKENS, NW):
+            _sum_round(s, t, flags, ticket * TICKET_TOKENS + j, VECTORS, NW)
         ticket = _take(flags)
 
 
@@ -327,6 +326,7 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
     grid = gl.num_programs(0)
     piece = gl.program_id(0)
     ticket = piece * 0 - 1                # none taken yet: the list of tokens is still being made
+    done = piece * 0                      # tokens of the ticket that are summed; few at a time, because the tensor cores wait for rows, not for sums
     since = clock(ticket)
     while (piece < pieces) | (ticket < tickets):
         tile = piece // COPY_PARTS
@@ -347,18 +347,23 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
             piece += grid
             since = clock(piece)
         elif ticket < tickets:
-            lack = ticket * 0 + 1
+            lack = ticket * 0
             if ticket < 0:
                 lack = _room(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there
-            else:
+            elif done == 0:
                 lack = _behind(s, t, flags, ticket, since, NW)
+                fence_acquire(lack)      # rule 2, reader: the polls of every thread ...
+                thread_barrier()         # ... before the loads of any
             if lack >= LATE:
                 report_timeout(flags.control, WAIT_COMBINE, ticket, down_columns(s), piece)
             if lack == 0:
                 nap(ticket + 13, DEBUG)
                 if ticket >= 0:
-                    _sum_ticket(s, t, flags, ticket, VECTORS, NW)
-                ticket = _take(flags)
+                    _sum_round(s, t, flags, ticket * TICKET_TOKENS + done, VECTORS, NW)
+                    done += NW
+                if (ticket < 0) | (done >= TICKET_TOKENS):
+                    ticket = _take(flags)
+                    done = done * 0
                 since = clock(ticket)
             else:
                 pause(lack)
