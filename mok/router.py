@@ -54,18 +54,20 @@ class Router(nn.Module):
         weights = route_weights(probs, topk_ids, config.norm_topk_prob, config.routed_scaling_factor)
         return Routes(topk_ids, weights, logits, probs)
 
-    def loss(self, routes: Routes, routes_per_expert: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    def loss(self, routes: Routes, routes_per_expert: Tensor, padding_mask: Tensor | None = None, share: float = 1.0) -> Tensor:
         """0-d: aux_loss_coef * balance loss (balance="aux_loss") + z_loss_coef * z-loss; 0 without a graph where neither is on.
 
-        routes_per_expert (E,) int: the routes of the T tokens, as the plan counted them.
+        routes_per_expert (E,) int: the routes of the T tokens, as the plan counted them. share: the T tokens are this part of all tokens of
+        several ranks, and routes_per_expert counts all of them: the ranks' losses then add up to the loss of one rank with all tokens.
         """
         config = self.config
         total = routes.logits.new_zeros(())
         if config.balance == "aux_loss" and config.aux_loss_coef != 0:
             sigmoid = config.score_function == "sigmoid"
-            total = total + config.aux_loss_coef * balance_loss(routes.probs, routes_per_expert, padding_mask, config.top_k, sigmoid)
+            # f_i is divided by the T tokens here where all tokens' number is right, and so is P_i: the share twice
+            total = total + config.aux_loss_coef * share**2 * balance_loss(routes.probs, routes_per_expert, padding_mask, config.top_k, sigmoid)
         if config.z_loss_coef != 0:
-            total = total + config.z_loss_coef * z_loss(routes.logits, padding_mask)
+            total = total + config.z_loss_coef * share * z_loss(routes.logits, padding_mask)
         return total
 
     def count(self, routes_per_expert: Tensor) -> None:

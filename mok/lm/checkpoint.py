@@ -1,7 +1,8 @@
 """Checkpoints: tensors as safetensors through torch.distributed.checkpoint, scalars as JSON beside them; nothing is ever unpickled.
 
-A checkpoint is a folder: `*.safetensors` (parameters, buffers, optimizer moments by name) and `state.json` (step, settings, SHA-256 of each
-file). It is written under another name and renamed when complete, so a folder that has its final name is whole.
+A checkpoint is a folder: one safetensors file for each rank that wrote it (the first holds everything but the other ranks' experts), an index of
+which file holds which tensor, and `state.json` (step, settings, SHA-256 of each file). Names do not depend on the number of ranks, so any number
+of them can read it. It is written under another name and renamed when complete, so a folder that has its final name is whole.
 """
 from __future__ import annotations
 
@@ -21,28 +22,78 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from .ranks import Ranks
+
 FORMAT = 1
 STATE_FILE = "state.json"
+INDEX_FILE = "model.safetensors.index.json"
 _PREFIX = "step-"
 
 
-def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write `tensors` and the JSON-able `state` to `folder`, which must not exist; it appears complete or not at all."""
-    if folder.exists():
-        raise ValueError(f"checkpoint={str(folder)!r} exists and must not be overwritten")
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], ranks: Ranks | None = None) -> None:
+    """Write `tensors` and the JSON-able `state` to `folder`, which must not exist; it appears complete or not at all.
+
+    ranks: those of a run, all of which call this with one folder (on a disk that they share), one state, and tensors of their own, no name twice;
+    each writes its own file. Raises on all of them what goes wrong on one.
+    """
+    ranks = Ranks() if ranks is None else ranks
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        with _single_process_is_meant():
-            whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-            dcp.save(whole, storage_writer=HuggingFaceStorageWriter(str(partial)), no_dist=True)
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(partial.glob("*.safetensors"))}
-        write_atomically(partial / STATE_FILE, json.dumps({"format": FORMAT, **state, "files": files}, indent=1) + "\n")
-        os.replace(partial, folder)
-        _sync(folder.parent)
+        with ranks.together("beginning a checkpoint"):
+            if ranks.leads:
+                if folder.exists():
+                    raise ValueError(f"checkpoint={str(folder)!r} exists and must not be overwritten")
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        files: dict[str, Any] = {}
+        with ranks.together("writing a checkpoint"):
+            file = partial / f"model-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
+            _write_tensors(file, tensors, ranks)
+            if file.exists():
+                files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for others in ranks.tell("what a checkpoint holds", files=files):
+            files |= others["files"]
+        with ranks.together("completing a checkpoint"):
+            if ranks.leads:
+                _write_index(partial, sorted(files))
+                write_atomically(partial / STATE_FILE, json.dumps({"format": FORMAT, **state, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+                os.replace(partial, folder)
+                _sync(folder.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if ranks.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+class _OwnFile(HuggingFaceStorageWriter):
+    """Writes one rank's file; torch's own index names this rank's tensors alone and would be overwritten by the next rank's."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        pass
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    if not whole:
+        return
+    # The file's number is a tensor's number in this mapping, the number of files its largest; the last entry is of no tensor.
+    files = {**dict.fromkeys(whole, ranks.rank + 1), "": ranks.size}
+    with _single_process_is_meant():
+        dcp.save(whole, storage_writer=_OwnFile(str(file.parent), files), no_dist=True)
+    if not file.exists():
+        raise OSError(f"torch.distributed.checkpoint did not write {file.name} but {sorted(f.name for f in file.parent.iterdir())}")
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _write_index(folder: Path, files: list[str]) -> None:
+    """Which file holds which tensor, in the form that readers of sharded safetensors know."""
+    where, size = {}, 0
+    for file in files:
+        with (folder / file).open("rb") as raw:
+            size += (folder / file).stat().st_size - 8 - int.from_bytes(raw.read(8), "little")        # without the header and its length
+        with safe_open(folder / file, framework="pt") as opened:
+            where.update(dict.fromkeys(opened.keys(), file))
+    write_atomically(folder / INDEX_FILE, json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}, indent=1) + "\n")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -60,18 +111,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Fill `tensors` in place from `folder` and return its state. Nothing is changed unless everything fits.
+def load_checkpoint(folder: Path, tensors: dict[str, Tensor], elsewhere: dict[str, Tensor] | None = None, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Fill `tensors` in place from `folder` and return its state. Nothing is changed, on any rank, unless everything fits.
 
-    ValueError naming `checkpoint` and both quantities for a changed or missing file, a missing or surplus tensor, another shape or dtype.
+    elsewhere: tensors that the checkpoint must hold too, for other ranks (the meta device will do). ranks: as in `save_checkpoint`; each reads its
+    own tensors. ValueError naming `checkpoint` and both quantities for a changed or missing file, a missing or surplus tensor, another shape or dtype.
     """
-    state = read_state(folder)
-    _check_files(folder, state.get("files"))
-    _check_tensors(folder, tensors)
+    ranks = Ranks() if ranks is None else ranks
     # Read beside, then copy: a failure in mid-read leaves the model as it was.
     fresh = {name: torch.empty_like(tensor, memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    with _single_process_is_meant():
-        dcp.load(fresh, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    with ranks.together("reading a checkpoint"):
+        state = read_state(folder)
+        _check_files(folder, state.get("files"), ranks)
+        _check_tensors(folder, {**(elsewhere or {}), **tensors})
+        with _single_process_is_meant():
+            dcp.load(fresh, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(fresh[name])
@@ -86,15 +140,16 @@ def _single_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _check_files(folder: Path, recorded: Any) -> None:
+def _check_files(folder: Path, recorded: Any, ranks: Ranks) -> None:
+    """Every file's size, and the contents of those that are this rank's to check: the ranks share that work."""
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if not isinstance(recorded, dict) or sorted(recorded) != found:
         raise ValueError(f"checkpoint={str(folder)!r} is corrupt: {STATE_FILE} lists {sorted(recorded or [])}, the folder holds {found}")
-    for name, entry in recorded.items():
-        size, digest = (folder / name).stat().st_size, sha256(folder / name)
+    for number, (name, entry) in enumerate(recorded.items()):
+        size = (folder / name).stat().st_size
         if size != entry["bytes"]:
             raise ValueError(f"checkpoint={str(folder)!r} is corrupt: {name} has {size} bytes, {entry['bytes']} were written")
-        if digest != entry["sha256"]:
+        if number % ranks.size == ranks.rank and (digest := sha256(folder / name)) != entry["sha256"]:
             raise ValueError(f"checkpoint={str(folder)!r} is corrupt: {name} has SHA-256 {digest[:16]}..., {entry['sha256'][:16]}... was written")
 
 
@@ -125,7 +180,7 @@ def _some(names: list[str]) -> str:
 def _dtype_name(dtype: torch.dtype) -> str:
     """The name safetensors gives a dtype: torch.float32 -> "F32"."""
     names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.int64: "I64",
-             torch.bool: "BOOL", torch.uint8: "U8"}
+             torch.bool: "BOOL", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
     return names[dtype]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from ..layer import MoE
 from .data import VOCAB_SIZE
 from .linear import Linear, linear
 from .reference_moe import ReferenceMoE
+
+if TYPE_CHECKING:
+    from ..group import ExpertGroup
 
 MOE_IMPLS = ("engine", "reference")
 
@@ -129,9 +133,10 @@ class LanguageModel(nn.Module):
     """Next-byte prediction: tokens (B, S) int64 in 0..255 -> logits (B, S, 256). Weights are fp32 and depend on (config, seed) alone.
 
     S at most config.seq_len (ValueError beyond). moe_impl: "engine" = `mok.MoE`, "reference" = the same layer computed by `mok.reference`.
+    group: the ranks that share the experts, each computing sequences of its own, any number of them; the rest of the model is on all of them.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0, moe_impl: str = "engine") -> None:
+    def __init__(self, config: ModelConfig, seed: int = 0, moe_impl: str = "engine", group: ExpertGroup | None = None) -> None:
         super().__init__()
         if moe_impl not in MOE_IMPLS:
             raise ValueError(f"moe_impl={moe_impl!r} must be one of {', '.join(MOE_IMPLS)}")
@@ -139,7 +144,7 @@ class LanguageModel(nn.Module):
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         self.embedding = nn.Parameter(torch.randn(VOCAB_SIZE, config.hidden_size, generator=generator))
-        self.moe_layers = [layer(config.moe(i, seed)) for i in range(config.num_layers)]     # a plain list: registered once, in the blocks
+        self.moe_layers = [layer(config.moe(i, seed), group) for i in range(config.num_layers)]     # a plain list: registered once, in the blocks
         self.blocks = nn.ModuleList(Block(config, moe, generator) for moe in self.moe_layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, VOCAB_SIZE, 0.1 * config.hidden_size**-0.5, generator)
@@ -161,7 +166,7 @@ class LanguageModel(nn.Module):
 def sequence_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log likelihood of each sequence's targets, summed over its positions: (B, S, V), (B, S) -> (B,) fp32, nats."""
     B, S = targets.shape
-    return F.cross_entropy(logits.float().view(B * S, -1), targets.reshape(-1), reduction="none").view(B, S).sum(1)
+    return F.cross_entropy(logits.float().view(B * S, logits.shape[-1]), targets.reshape(-1), reduction="none").view(B, S).sum(1)
 
 
 @torch.no_grad()

@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
+from ..clip import clip_grad_norm_
+from ..plan import count_ids
+from ..router import Routes
 from .checkpoint import checkpoint_name, keep_newest, load_checkpoint, read_state, save_checkpoint
 from .data import Corpus, check_length, training_windows, validation_windows
 from .model import MOE_IMPLS, LanguageModel, config_by_name, sequence_losses
+from .ranks import Ranks
 from .run_folder import RunFolder
+from .state import expert_layers, model_state
 
 if TYPE_CHECKING:
     from ..recorder import StepRecorder
@@ -105,18 +110,35 @@ class Report(Protocol):
 
 
 class Trainer:
-    """Model, optimizer and position of one run on `device`. The same settings and text give the same bits on the same machine."""
+    """Model, optimizer and position of one run on `device`. The same settings and text give the same bits on the same machine.
 
-    def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu") -> None:
+    ranks: the processes that train together, None = this one alone. Each has every dense parameter, a block of every layer's experts, and
+    computes its share of each part of the global batch; batch, order and schedule do not depend on how many there are. All ranks call every
+    method that computes, saves or loads.
+    """
+
+    def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu", ranks: Ranks | None = None) -> None:
         config = config_by_name(settings.config)
         check_length(corpus, config.seq_len)
+        self.ranks = Ranks() if ranks is None else ranks
+        if self.ranks.size > config.num_experts:
+            raise ValueError(f"ranks={self.ranks.size} must be at most the {config.num_experts} experts of config={settings.config!r}")
+        if self.ranks.size > 1 and settings.moe_impl != "engine":
+            raise ValueError(f"ranks={self.ranks.size} must be 1 with moe_impl={settings.moe_impl!r}")
         self.settings = settings
         self.corpus = corpus
         self.device = torch.device(device)
         self.step = 0
-        self.model = LanguageModel(config, settings.seed, settings.moe_impl).to(self.device)
+        self.model = LanguageModel(config, settings.seed, settings.moe_impl, self.ranks.group).to(self.device)
         self.validation = validation_windows(corpus, config.seq_len, settings.eval_tokens)
         self.optimizer = _optimizer(self.model, settings)
+        experts = expert_layers(self.model)
+        self._dense = [p for name, p in self.model.named_parameters() if name not in experts]
+        self._experts = [p for name, p in self.model.named_parameters() if name in experts]
+        self._routed: list[Routes] = []                    # of each layer, in the latest forward pass
+        if self.ranks.size > 1:
+            for layer in self.model.moe_layers:
+                layer.router.register_forward_hook(lambda router, inputs, routes: self._routed.append(routes))
         self.recorder: StepRecorder | None = None          # records every step where one is set (`mok.lm.audit`)
 
     def learning_rate(self, step: int) -> float:
@@ -137,23 +159,23 @@ class Trainer:
         model.train()
         self.optimizer.zero_grad(set_to_none=True)
         if self.recorder is not None:
-            self.recorder.begin(windows)
-        losses, aux_losses, loads = [], [], []
+            self.recorder.begin(windows if self.ranks.leads else windows[:0])        # every rank has drawn all of them
+        losses, aux_losses, all_loads = [], [], []
         for part in windows.chunk(settings.accumulate):
-            part = part.to(self.device)
-            per_sequence = self._sequence_losses(part)
-            aux_loss = torch.stack([cast(Tensor, layer.aux_loss) for layer in model.moe_layers]).sum()
+            per_sequence = self._sequence_losses(self.ranks.share(part).to(self.device))
+            aux_loss, load = self._balance(part.shape[0])
             (per_sequence.sum() / (settings.batch_size * seq_len) + aux_loss / settings.accumulate).backward()
-            losses.append(per_sequence.detach())
+            losses.extend(self._gathered(per_sequence.detach(), part.shape[0]))
             aux_losses.append(aux_loss.detach())
-            loads.append(torch.stack([cast(Tensor, layer.tokens_per_expert) for layer in model.moe_layers]))
-        # Summed on the host, one sequence after another: the number does not depend on how the batch was split.
-        loss = math.fsum(torch.cat(losses).tolist()) / (settings.batch_size * seq_len)
+            all_loads.append(load)
+        self.ranks.sum_in_order([cast(Tensor, p.grad) for p in self._dense], "the sum of gradients")
+        # fsum is exact before its one rounding: the number does not depend on how the batch was split.
+        loss = math.fsum(losses) / (settings.batch_size * seq_len)
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {self.step + 1}")
         if self.recorder is not None:
             self.recorder.gradients(loss=loss)
-        norm = clip_gradients([p.grad for p in model.parameters() if p.grad is not None], settings.grad_clip)
+        norm = clip_grad_norm_(self._dense, self._experts, settings.grad_clip, group=self.ranks.group).item()
         rate = self.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -161,39 +183,61 @@ class Trainer:
         self.step += 1
         if self.recorder is not None:
             self.recorder.end(self.step, grad_norm=norm, learning_rate=rate)
-        load = torch.stack(loads).sum(0).tolist()
+        loads = torch.stack(all_loads).sum(0).tolist()
+        aux = math.fsum(self._gathered(torch.stack(aux_losses), settings.accumulate * self.ranks.size)) / settings.accumulate
         seconds = time.perf_counter() - started
-        return StepMetrics(step=self.step, loss=loss, aux_loss=math.fsum(torch.stack(aux_losses).tolist()) / settings.accumulate, grad_norm=norm,
-                           learning_rate=rate, balance=load_balance(load), expert_load=load, tokens_per_s=settings.batch_size * seq_len / seconds)
+        return StepMetrics(step=self.step, loss=loss, aux_loss=aux, grad_norm=norm, learning_rate=rate, balance=load_balance(loads), expert_load=loads,
+                           tokens_per_s=settings.batch_size * seq_len / seconds)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the validation windows, nats a byte."""
         self.model.eval()
         part = max(1, self.settings.batch_size // self.settings.accumulate)
-        losses = [loss for windows in self.validation.split(part) for loss in self._sequence_losses(windows.to(self.device)).tolist()]
+        losses: list[float] = []
+        for windows in self.validation.split(part):
+            losses.extend(self._gathered(self._sequence_losses(self.ranks.share(windows).to(self.device)), windows.shape[0]))
         return math.fsum(losses) / self.validation[:, 1:].numel()
 
+    def _gathered(self, values: Tensor, count: int) -> list[float]:
+        """All ranks' values, `count` of them split as `Ranks.sizes` splits, on every rank."""
+        return self.ranks.gather(values.cpu(), self.ranks.sizes(count), "the step's losses").tolist()
+
+    def _balance(self, sequences: int) -> tuple[Tensor, Tensor]:
+        """After a forward pass over this rank's share of `sequences`: (0-d sum of the layers' auxiliary losses, (layers, E) routes of all ranks).
+
+        The load is counted over all ranks' tokens, so the ranks' losses, and their gradients, add up to one rank's loss for the same tokens.
+        """
+        layers = self.model.moe_layers
+        if self.ranks.size == 1:
+            loads = [cast(Tensor, layer.tokens_per_expert) for layer in layers]
+            return torch.stack([cast(Tensor, layer.aux_loss) for layer in layers]).sum(), torch.stack(loads)
+        share = self.ranks.sizes(sequences)[self.ranks.rank] / sequences
+        own = torch.stack([count_ids(routes.topk_ids.reshape(-1), layer.config.num_experts) for routes, layer in zip(self._routed, layers, strict=True)])
+        load = self.ranks.combine(own.cpu(), "the experts' load")
+        losses = [layer.router.loss(routes, counts, share=share) for layer, routes, counts in zip(layers, self._routed, load.to(self.device), strict=True)]
+        return torch.stack(losses).sum(), load
+
     def _sequence_losses(self, windows: Tensor) -> Tensor:
+        self._routed.clear()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
             logits = self.model(windows[:, :-1])
         return sequence_losses(logits, windows[:, 1:])
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: "model.<parameter or buffer>" and "optimizer.<moment>.<parameter>"."""
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer.{moment}.{name}"] = self.optimizer.state[parameter][moment]
-        return tensors
+        """What a checkpoint holds of this rank, by name (`mok.lm.state`): views, so loading into them loads the model."""
+        return model_state(self.model, self.optimizer).here()
 
     def save(self, run: RunFolder) -> None:
         """Write a checkpoint of this position, unless it is there, and drop all but the newest ones."""
         folder = run.checkpoints / checkpoint_name(self.step)
         if not folder.exists():
             corpus = {"name": self.corpus.name, "sha256": self.corpus.digest}
-            save_checkpoint(folder, self.tensors(), {"step": self.step, "settings": asdict(self.settings), "corpus": corpus})
-            keep_newest(run.checkpoints, _KEPT_CHECKPOINTS)
+            state = model_state(self.model, self.optimizer)
+            save_checkpoint(folder, state.here() if self.ranks.leads else state.experts,
+                            {"step": self.step, "settings": asdict(self.settings), "corpus": corpus, "ranks": self.ranks.size}, self.ranks)
+            if self.ranks.leads:
+                keep_newest(run.checkpoints, _KEPT_CHECKPOINTS)
 
     def load(self, run: RunFolder) -> None:
         """Continue from a run's newest checkpoint. ValueError naming both quantities where it is damaged or of another model or text."""
@@ -209,7 +253,8 @@ class Trainer:
                              f"({state['corpus'].get('name')!r})")
         if step > self.settings.steps:
             raise ValueError(f"steps={self.settings.steps} must be at least the {step} steps that the checkpoint has done")
-        load_checkpoint(folder, self.tensors())
+        saved = model_state(self.model, self.optimizer)
+        load_checkpoint(folder, saved.here(), saved.elsewhere, self.ranks)
         for state_of_parameter in self.optimizer.state.values():
             state_of_parameter["step"].fill_(step)
         self.step = step
@@ -218,24 +263,27 @@ class Trainer:
 def fit(trainer: Trainer, run: RunFolder, report: Report, stop: Callable[[], bool] = lambda: False) -> bool:
     """Train until settings.steps, or until `stop()` is true after a step; validates, writes metrics and checkpoints on the way.
 
-    Returns True when all steps are done, False when stopped; either way the newest checkpoint is of the last step.
+    Returns True when all steps are done, False when stopped; either way the newest checkpoint is of the last step. With several ranks all call
+    it, rank 0 writes and reports, and `stop()` on any of them stops all after the same step.
     """
-    settings = trainer.settings
+    settings, ranks = trainer.settings, trainer.ranks
     with deterministic_libraries(trainer.device):
         if trainer.step == 0:
             trainer.save(run)
         while trainer.step < settings.steps:
-            if stop():
+            if ranks.any(stop(), "the start of a step"):
                 trainer.save(run)
                 return False
             metrics = trainer.train_step()
-            run.append_metrics(asdict(metrics))
-            report.on_step(metrics)
+            if ranks.leads:
+                run.append_metrics(asdict(metrics))
+                report.on_step(metrics)
             done = trainer.step == settings.steps
             if done or trainer.step % settings.eval_every == 0:
                 loss = trainer.evaluate()
-                run.append_metrics({"step": trainer.step, "validation_loss": loss})
-                report.on_validation(trainer.step, loss)
+                if ranks.leads:
+                    run.append_metrics({"step": trainer.step, "validation_loss": loss})
+                    report.on_validation(trainer.step, loss)
             if done or trainer.step % settings.save_every == 0:
                 trainer.save(run)
     return True
@@ -253,15 +301,6 @@ def native_precision(device: torch.device) -> str:
 def load_balance(loads: list[list[int]]) -> float:
     """Mean over layers of (mean load / largest load). load_balance([[2, 2], [4, 0]]) == 0.75"""
     return sum(sum(load) / len(load) / max(max(load), 1) for load in loads) / len(loads)
-
-
-def clip_gradients(gradients: list[Tensor], largest_norm: float) -> float:
-    """Scale `gradients` in place so that their common 2-norm is at most `largest_norm`; returns the norm before."""
-    squares = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).double().square()
-    norm = math.sqrt(math.fsum(squares.tolist()))
-    if norm > largest_norm:
-        torch._foreach_mul_(gradients, largest_norm / norm)
-    return norm
 
 
 def _optimizer(model: LanguageModel, settings: TrainSettings) -> torch.optim.AdamW:
