@@ -170,9 +170,9 @@ def test_a_flipped_bit_in_a_checkpoint_is_caught_and_located(tmp_path, text, cor
     run(tmp_path, text, corpus, stop_at=6)
     folder = RunFolder.open(tmp_path / "run").latest_checkpoint()
     file = next(folder.glob("*.safetensors"))
-    name = "optimizer.exp_avg.blocks.1.moe.w_down"
+    name = "optimizer.exp_avg.blocks.1.moe.experts.2.w_down"
     tensors = load_file(file)
-    tensors[name].view(torch.int32).view(-1)[777] ^= 1
+    tensors[name].view(torch.int32).view(-1)[77] ^= 1
     save_file(tensors, file)
     with pytest.raises(ValueError, match="is corrupt"):                     # the checkpoint's own check
         resume(tmp_path, text, corpus)
