@@ -136,7 +136,7 @@ def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int
 @plan_op.register_fake
 def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
     if group_key:                                          # how many rows arrive is known when the ranks have spoken
-        total_tokens = torch.library.get_ctx().new_dynamic_size()
+        total_tokens = cast(int, torch.library.get_ctx().new_dynamic_size())
         plan = empty_plan_like(topk_ids, num_local_experts, total_tokens)
         return [*plan.tensors(), torch.empty_like(plan.slot_to_row)]
     return empty_plan_like(topk_ids, num_local_experts, topk_ids.shape[0]).tensors()
@@ -248,7 +248,8 @@ def _(*arguments):
 def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: RoutingPlan, saved: Saved, wants: list[bool],
                   main_grad: MainGrad | None, group_key: int, signature: str) -> list[Tensor]:
     n = len(tensors.shared)
-    all_wants = Wants(*wants[:6], shared=tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True)))
+    of_tokens_and_routed = dict(zip(("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down"), wants[:6], strict=True))
+    all_wants = Wants(shared=tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True)), **of_tokens_and_routed)
     if group_key:
         agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants)
     with torch.autocast(dy.device.type, enabled=False):

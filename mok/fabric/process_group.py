@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ class ProcessGroupFabric:
         # Not dist.new_group: that needs every rank of the world, or (with local synchronisation) names the group by how many groups this
         # process has seen, which differs between ranks that belong to different groups.
         self._store = dist.PrefixStore(f"mok/{name}", dist.distributed_c10d._get_default_store())
-        self._control = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self.timeout)
+        self._control: Any = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self.timeout)
         self._dead: FabricError | None = None
         self._peers: list[dict] = [{} for _ in range(self.world_size)]
         self._peers = self.exchange_messages({"host": socket.gethostname(), "pid": os.getpid()}, "construction")
