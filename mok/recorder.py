@@ -26,8 +26,9 @@ class StepRecorder:
     backward pass through each `mok.MoE`; "partN" counts the passes of one step (gradient accumulation).
 
     Names: "input"; "partN/<layer>/" x, topk_ids, topk_weights, y and, from the backward pass, dy, dx, d_topk_weights (those of `mok.moe` alone,
-    without the router's share); "partN/output"; "gradient/<parameter>"; "parameter/<parameter or buffer>"; "optimizer/<state>/<parameter>";
-    scalars under their own names.
+    without the router's share, in its compute dtype); "partN/output"; "gradient/<parameter>"; "parameter/<parameter or buffer>";
+    "optimizer/<state>/<parameter>"; scalars under their own names. The optimizer's state is recorded in every step divisible by optimizer_every:
+    it is as large as everything else together, and a fault in it reaches the parameters of later steps anyway.
 
     Several ranks (rank, world_size, combine): each holds some of the batch, rank by rank in global order, and the experts that its layers own;
     everything else is replicated. combine sums over the ranks (`torch.distributed.all_reduce` of the tensor, for instance) and is called twice in
@@ -35,11 +36,12 @@ class StepRecorder:
     named by the entry "replicas differ".
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, sink: Callable[[int, Entries], None], *, rank: int = 0,
-                 world_size: int = 1, combine: Combine | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, sink: Callable[[int, Entries], None], *, optimizer_every: int = 1,
+                 rank: int = 0, world_size: int = 1, combine: Combine | None = None) -> None:
         if not 0 <= rank < world_size or (world_size > 1) != (combine is not None):
             raise ValueError(f"{rank=} must be below {world_size=}, and combine given exactly where there are several ranks")
         self._model, self._optimizer, self._sink = model, optimizer, sink
+        self._optimizer_every = optimizer_every
         self._rank, self._world_size, self._combine = rank, world_size, combine
         self._active = False
         self._passes: Counter[str | None] = Counter()              # forward passes of this step: of each layer, and of the model (None)
@@ -58,7 +60,7 @@ class StepRecorder:
     def state(self) -> Entries:
         """Entries of parameters, buffers and the optimizer's state as they are now."""
         self._reset()
-        self._add_state()
+        self._add_state(with_optimizer=True)
         return self._finish()
 
     def begin(self, inputs: Tensor) -> None:
@@ -76,7 +78,7 @@ class StepRecorder:
     def end(self, step: int, **scalars: float) -> None:
         """The optimizer's step number `step` (1 is the first) is done; scalars: learning rate, gradient norm and the like."""
         self._names.extend(scalars.items())
-        self._add_state()
+        self._add_state(with_optimizer=step % self._optimizer_every == 0)
         self._sink(step, self._finish())
 
     def remove(self) -> None:
@@ -102,9 +104,9 @@ class StepRecorder:
         self._spread.extend("replicated" if first is None else "experts" for first in first_experts)
         self._batch.add_all(list(tensors.values()), [first or 0 for first in first_experts])
 
-    def _add_state(self) -> None:
+    def _add_state(self, with_optimizer: bool) -> None:
         tensors = {f"parameter/{name}": tensor for name, tensor in self._model.state_dict().items()}
-        if self._optimizer is not None:
+        if self._optimizer is not None and with_optimizer:
             for name, parameter in self._model.named_parameters():
                 state: dict[str, Any] = self._optimizer.state.get(parameter, {})
                 tensors.update({f"optimizer/{key}/{name}": value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0})
@@ -122,11 +124,12 @@ class StepRecorder:
                         prefix + "y": y.reshape(-1, H)})
         if not y.requires_grad:
             return
-        y.register_hook(lambda dy: self._add_rows({prefix + "dy": dy.reshape(-1, H)}))
         node = _moe_node(y.grad_fn)
         if node is not None:
-            node.register_hook(lambda grads, _: self._add_rows(
-                {prefix + what: grad for what, grad in zip(("dx", "d_topk_weights"), grads) if grad is not None}))
+            node.register_hook(lambda grads, dys: self._add_rows({prefix + what: grad for what, grad in zip(
+                ("dy", "dx", "d_topk_weights"), (dys[0], *grads)) if grad is not None}))
+        else:
+            y.register_hook(lambda dy: self._add_rows({prefix + "dy": dy.reshape(-1, H)}))
 
     def _after_model(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if self._active and isinstance(output, Tensor) and torch._C._current_graph_task_id() == -1:

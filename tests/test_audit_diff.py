@@ -18,7 +18,7 @@ def record(ranks: int = 1, steps: int = 3, **settings) -> Record:
     gradients = [name.replace("parameter/", "gradient/") for name in state]
     names = ["input", *passes, "part0/output", *backward, "loss", *gradients, "grad_norm", "learning_rate", *state]
     entries = [{name: f"{name} {0}" for name in state}, *({name: f"{name} {step}" for name in names} for step in range(1, steps + 1))]
-    return Record("file", {"fingerprint": {"torch": "2"}, "configuration": configuration}, entries, end={"hash": ""})
+    return Record("file", {"fingerprint": {"torch": "2"}, "configuration": configuration}, entries, end={"hash": "", "state": {"optimizer/a": "1"}})
 
 
 def change(changed: Record, step: int, *names: str) -> Record:
@@ -31,7 +31,13 @@ def change(changed: Record, step: int, *names: str) -> Record:
 def test_equal_records_are_equal_and_every_entry_is_compared():
     found = compare(record(), record())
     assert found.difference is None and not found.rank_free and not found.configuration and not found.fingerprint
-    assert found.compared == sum(len(step) for step in record().steps) and found.not_compared == 0
+    assert found.compared == sum(len(step) for step in record().steps) + 1 and found.not_compared == 0      # 1: the state at the end
+
+
+def test_a_state_that_differs_at_the_end_is_a_difference():
+    other = record()
+    other.end["state"]["optimizer/a"] = "2"
+    assert compare(record(), other).difference == Difference(3, "optimizer/a", "1", "2")
 
 
 @pytest.mark.parametrize("name", ["input", "part1/blocks.0.moe/dx", "learning_rate", "parameter/blocks.0.moe.w_down"])

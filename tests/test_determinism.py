@@ -42,7 +42,7 @@ def slow_digest(tensor: torch.Tensor, first_row: int = 0, chunk_words: int = CHU
         for c in range(m):
             chunk = words[c * length:(c + 1) * length]
             s1 = sum(w * k for w, k in zip(chunk, keys[0])) % WORD
-            s2 = sum((w + (w >> 32)) * k for w, k in zip(chunk, keys[1])) % WORD
+            s2 = sum((w >> 32) * k for w, k in zip(chunk, keys[1])) % WORD
             a = slow_mix((s1 + golden * (r * m + c + 1)) % WORD)
             lanes[0] = (lanes[0] + a) % WORD
             lanes[1] = (lanes[1] + slow_mix(s2 ^ a)) % WORD

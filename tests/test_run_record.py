@@ -25,7 +25,7 @@ def write(path: Path, steps: int = 4, closed: bool = True) -> Path:
     for step in range(steps + 1):
         writer.step(step, entries(step))
     if closed:
-        writer.close(steps, finished=True)
+        writer.close(steps, finished=True, state={"parameter/p": "1"})
     return path
 
 
@@ -122,16 +122,16 @@ def test_a_killed_run_can_be_continued(tmp_path: Path, cut):
         read_record(path)
     record = read_record(path, may_be_open=True)
     assert len(record.steps) == (5 if cut == 0 else 4)
-    writer = RecordWriter.resume(record, 2, {"torch": "3"}, CONFIGURATION)
+    writer = RecordWriter.resume(record, 2, {"torch": "3"}, CONFIGURATION, {"parameter/p": "2"})
     for step in (3, 4):
         writer.step(step, entries(step))
-    writer.close(4, finished=True)
+    writer.close(4, finished=True, state={"parameter/p": "1"})
     continued = read_record(path)
     assert continued.steps == [entries(step) for step in range(5)]
     assert [(line["step"], line["fingerprint"]) for line in continued.resumes] == [(2, {"torch": "3"})]
-    again = RecordWriter.resume(continued, 4, FINGERPRINT, CONFIGURATION)    # a finished run, to do more steps
+    again = RecordWriter.resume(continued, 4, FINGERPRINT, CONFIGURATION, {})    # a finished run, to do more steps
     again.step(5, {"loss": 1.5})
-    again.close(5, finished=True)
+    again.close(5, finished=True, state={"parameter/p": "1"})
     assert len(read_record(path).steps) == 6 and len(read_record(path).resumes) == 2
 
 

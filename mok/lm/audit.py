@@ -24,7 +24,7 @@ class RunAudit:
 
     def __init__(self, trainer: Trainer, writer: RecordWriter) -> None:
         self.trainer, self._writer = trainer, writer
-        self.recorder = trainer.recorder = StepRecorder(trainer.model, trainer.optimizer, writer.step)
+        self.recorder = trainer.recorder = step_recorder(trainer, writer.step)
 
     @staticmethod
     def begin(trainer: Trainer, path: str | os.PathLike[str], data: str | None) -> RunAudit:
@@ -52,20 +52,25 @@ class RunAudit:
                 raise ValueError(f"audit={str(path)!r} records a run with {name}={theirs['settings'].get(name)!r}, this one has {name}={value!r}")
         if trainer.step >= len(record.steps):
             raise ValueError(f"audit={str(path)!r} holds {len(record.steps) - 1} steps, the checkpoint is of step {trainer.step}")
-        probe = StepRecorder(trainer.model, trainer.optimizer, lambda step, entries: None)
+        probe = step_recorder(trainer, lambda step, entries: None)
         state = probe.state()
         probe.remove()
-        recorded = {name: value for name, value in record.steps[trainer.step].items() if name in state}
-        difference = first_difference(trainer.step, recorded, state)
+        difference = first_difference(trainer.step, record.state_after(trainer.step), state)
         if difference is not None:
             raise ValueError(f"checkpoint of step {trainer.step} is not the state that audit={str(path)!r} recorded: {difference.name} is "
                              f"{difference.second}, recorded was {difference.first}")
-        return RunAudit(trainer, RecordWriter.resume(record, trainer.step, fingerprint(trainer.device), ours))
+        return RunAudit(trainer, RecordWriter.resume(record, trainer.step, fingerprint(trainer.device), ours, state))
 
     def close(self, finished: bool) -> str:
         """Write the closing line; returns the hash that stands for the whole record."""
+        state = self.recorder.state()
         self.recorder.remove()
-        return self._writer.close(self.trainer.step, finished)
+        return self._writer.close(self.trainer.step, finished, state)
+
+
+def step_recorder(trainer: Trainer, sink: Callable[[int, Entries], None]) -> StepRecorder:
+    """The recorder of a run: with the optimizer's state wherever the run leaves a checkpoint on its way."""
+    return StepRecorder(trainer.model, trainer.optimizer, sink, optimizer_every=trainer.settings.save_every)
 
 
 def configuration(trainer: Trainer, data: str | None) -> dict[str, Any]:
@@ -133,11 +138,16 @@ def _replay_steps(trainer: Trainer, record: Record, steps: int, on_step: Callabl
         if difference is not None:
             found.append(difference)
 
+    states = {line.get("step", line.get("steps")): line["state"] for line in (*record.resumes, *([record.end] if record.end else []))}
     settings_from = {line["step"]: line["configuration"]["settings"] for line in record.resumes}
-    recorder = trainer.recorder = StepRecorder(trainer.model, trainer.optimizer, check)
+    recorder = trainer.recorder = step_recorder(trainer, check)
     recorder.start()
     with deterministic_libraries(trainer.device):
-        while not found and trainer.step < steps:
+        while not found:
+            if trainer.step in states and (difference := first_difference(trainer.step, states[trainer.step], recorder.state())):
+                found.append(difference)
+            if found or trainer.step >= steps:
+                break
             if trainer.step in settings_from:
                 trainer.settings = replace(trainer.settings, **settings_from[trainer.step])
             trainer.train_step()
