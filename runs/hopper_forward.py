@@ -18,11 +18,13 @@ import sys
 import torch
 import triton
 
+from mok.config import Overlap
 from mok.engines.hopper.engine import HopperEngine
 from mok.engines.hopper.forward import ForwardConfig
 from mok.engines.hopper.launch import Granularity, forward, granularity
 from mok.engines.hopper.state import set_spin_limit
 from mok.engines.protocol import MoETensors, PassOptions
+from mok.runtime import runtime
 
 SHAPES = {"qwen3-30b-a3b": (32768, 2048, 768, 128, 8), "olmoe": (32768, 2048, 1024, 64, 8), "kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2),
           "mixtral-8x7b": (16384, 4096, 14336, 8, 2)}
@@ -75,13 +77,12 @@ class Roof:
         return 2 * 8192**3 / milliseconds(lambda: torch.mm(self.a, self.b, out=self.out), budget_ms) / 1e9
 
 
-def variant(text: str, I: int) -> tuple[ForwardConfig, Granularity, bool]:
+def variant(text: str, H: int, I: int) -> tuple[ForwardConfig, Granularity, bool]:
     values = {key: int(value) for key, value in (part.split("=") for part in text.split(",") if part)}
     save = bool(values.pop("save", 0))
     config = ForwardConfig(save, **{key: values[key] for key in CONFIG_KEYS if key in values})
-    grain = granularity(None, I)
-    group = values.get("group", grain.group)
-    return config, Granularity(group, values.get("row_ring", 2 * group), values.get("hidden_ring", 3 * group)), save
+    grain = granularity(None if "group" not in values else Overlap(minibatch_rows=128 * values["group"]), H, I)
+    return config, Granularity(grain.group, values.get("row_ring", grain.row_ring), values.get("hidden_ring", grain.hidden_ring)), save
 
 
 def measure(call, roof: Roof, flops: float, budget_ms: float, blocks: int) -> dict:
@@ -107,17 +108,18 @@ def main() -> int:
     parser.add_argument("--budget-ms", type=float, default=150.0, help="GPU time of one timed block")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--out", default=None)
+    parser.add_argument("--commit", default=None, help="commit to record where the tree has no git")
     parser.add_argument("--compile", default=None, metavar="VARIANT", help="run this variant once on a small problem, so that its binary is cached, and stop")
     args = parser.parse_args()
     set_spin_limit(5.0)
     if args.compile is not None:
         ids, tensors = problem(64, 64, 32, 4, 2)
-        config, grain, save = variant(args.compile, 32)
+        config, grain, save = variant(args.compile, 64, 32)
         forward(HopperEngine().build_plan(ids, 4), tensors, PassOptions(save_for_backward=save), config, grain)
         torch.cuda.synchronize()
         return 0
     texts = args.sweep or ["save=0", "save=1"]
-    binaries = {str(variant(text, 32)[0]): text for text in texts}
+    binaries = {str(variant(text, 64, 32)[0]): text for text in texts}
     compilers = [subprocess.Popen([sys.executable, __file__, "--compile", text]) for text in binaries.values()]
     if any(process.wait() for process in compilers):
         return 1
@@ -131,7 +133,7 @@ def main() -> int:
         flops = 6 * T * K * H * I
         expected = None
         for text in texts:
-            config, grain, save = variant(text, I)
+            config, grain, save = variant(text, H, I)
             options = PassOptions(save_for_backward=save)
 
             def call(config=config, grain=grain, options=options, plan=plan, tensors=tensors):
@@ -139,6 +141,7 @@ def main() -> int:
 
             y = call()
             torch.cuda.synchronize()
+            runtime.raise_pending_errors()
             if config.omit == 0:
                 if expected is None:
                     expected, error = y, relative_error(y, ids, tensors, list(range(0, T, T // 8)))
@@ -148,6 +151,7 @@ def main() -> int:
                     differing.append(f"{name} {text}: {wrong.shape[0]} elements of {wrong[:, 0].unique().numel()} tokens differ from the first variant")
                     print(differing[-1], flush=True)
             entry = measure(call, roof, flops, args.budget_ms, args.blocks)
+            runtime.raise_pending_errors()
             roofs.append(entry.pop("roof_tflops"))
             entry = {"shape": name, "thiek": [T, H, I, E, K], "pass": "forward" if save else "forward-no-grad", "precision": "bf16", "impl": "mok", **entry}
             if args.sweep:
@@ -157,7 +161,7 @@ def main() -> int:
                   f"  roof {roofs[-1]:.0f}  padded x{plan.num_tiles.item() * 128 / (T * K):.3f}", flush=True)
         del ids, tensors, plan, expected, y
         torch.cuda.empty_cache()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     document = {"date": datetime.date.today().isoformat(), "commit": commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
                 "triton": triton.__version__, "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "roof_tflops": round(statistics.mean(roofs), 1),
                 "results": results}

@@ -321,11 +321,11 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
     """Copies pieces while the ring has room, else sums what is complete; never blocks on one while it could do the other."""
     pieces = s.num_tiles * COPY_PARTS
     tickets = gl.cdiv(s.T, TICKET_TOKENS)
-    if OMIT == 2:
-        tickets = tickets * 0
     grid = gl.num_programs(0)
     piece = gl.program_id(0)
     ticket = piece * 0 - 1                # none taken yet: the list of tokens is still being made
+    if OMIT == 2:
+        ticket = tickets
     done = piece * 0                      # tokens of the ticket that are summed; few at a time, because the tensor cores wait for rows, not for sums
     since = clock(ticket)
     while (piece < pieces) | (ticket < tickets):
