@@ -13,6 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
+class CommandFailed(Exception):
+    """A command that could not do its work, through no fault of its input; the message is one line."""
+
+
 class Bar:
     """A progress bar that is open: `advance` moves it and changes the text behind it; without a terminal both do nothing."""
 

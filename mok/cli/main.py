@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import audit, bench, info, train, verify
-from .console import Output
+from .console import CommandFailed, Output
 
 _COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "info": info}
 FAILED = 1
@@ -46,18 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.command is None:
         parser.error(f"a command is needed: {', '.join(_COMMANDS)}")
+    status, line = run_command(arguments)
+    if line:
+        print(line, file=sys.stderr)
+    return status
+
+
+def run_command(arguments: argparse.Namespace) -> tuple[int, str]:
+    """(exit status, the line for stderr or nothing) of the command that `arguments` were parsed for."""
     prefix = f"mok {arguments.command}"
     try:
-        return _COMMANDS[arguments.command].run(arguments, Output(arguments.json))
+        return _COMMANDS[arguments.command].run(arguments, Output(arguments.json)), ""
     except (ValueError, NotImplementedError) as error:
-        print(f"{prefix}: error: {_one_line(str(error))}", file=sys.stderr)
-        return BAD_INPUT
-    except (FloatingPointError, OSError) as error:          # a diverged run; a full disk
-        print(f"{prefix}: failed: {_one_line(str(error))}", file=sys.stderr)
-        return FAILED
+        return BAD_INPUT, f"{prefix}: error: {_one_line(str(error))}"
+    except (FloatingPointError, OSError, CommandFailed) as error:          # a diverged run; a full disk; a lost rank
+        return FAILED, f"{prefix}: failed: {_one_line(str(error))}"
     except KeyboardInterrupt:
-        print(f"{prefix}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED, f"{prefix}: interrupted"
 
 
 def _one_line(text: str) -> str:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from .console import Bar, Output
 from .device import add_device_argument, choose_device
+from .launch import add_rank_arguments, run_on_ranks
 
 if TYPE_CHECKING:
+    from ..lm.audit import RunAudit
     from ..lm.data import Corpus
+    from ..lm.ranks import Ranks
     from ..lm.run_folder import RunFolder
     from ..lm.trainer import StepMetrics, Trainer, TrainSettings
 
@@ -29,9 +32,13 @@ library, which every machine has, in a few minutes on two cores, and compares it
 A run is a folder: metrics.jsonl (one line a step), training.png (loss and expert load), sample.txt, checkpoints. Ctrl-C stops after the current step
 and leaves a checkpoint; `mok train --resume FOLDER` continues, and every later loss is the same to the bit as without the stop.
 
+On a CPU the work is shared by two processes (--ranks), each with half of the cores, half of every batch and half of the experts. Data, order and
+the first loss do not depend on their number; a checkpoint can be continued on any. `torchrun --nproc-per-node N -m mok train` does the same.
+
   mok train                                 the default run, in a new folder out/train-N
   mok train --data notes/ --steps 500       your own text: a file or a folder
   mok train --resume out/train-1            continue a run that was stopped
+  mok train --ranks 4                       on four processes
   mok train --moe-impl reference --steps 10 the same model computed by the specification, slowly"""
 _PROMPT_BYTES = 32
 # command-line name -> (type, help); their defaults are TrainSettings' own
@@ -61,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--audit", metavar="FILE", help="write a record of every step's digests, that mok audit can check, replay and compare; "
                                                         "with --resume: the record of that run, to continue")
     add_device_argument(parser)
+    add_rank_arguments(parser, "processes that share the work (default: 2 on a CPU with two cores or more, else 1; with --resume: as many as before)")
     parser.add_argument("--sample-bytes", type=int, metavar="INT", default=256, help="length of the text written at the end (default: 256; 0 = none)")
     for name, (kind, text) in _SETTINGS.items():
         default = "" if name == "precision" else f" (default: {_DEFAULTS[name]})"
@@ -75,50 +83,101 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    from ..lm.audit import RunAudit
-    from ..lm.data import bigram_loss
-    from ..lm.run_folder import RunFolder
-    from ..lm.trainer import Trainer, fit
-
     if arguments.sample_bytes < 0:
         raise ValueError(f"sample_bytes={arguments.sample_bytes} must not be negative")
     started = time.perf_counter()
     device = choose_device(arguments.device)
-    with stop_on_signal() as stop:
-        if arguments.resume is None:
-            settings, corpus, data = _new_run(arguments, device)
-            path = _new_folder(arguments.out)
-            trainer = Trainer(settings, corpus, device)
-            folder = RunFolder.create(path, {"settings": asdict(settings), "data": data})
-            audit = RunAudit.begin(trainer, arguments.audit, data) if arguments.audit is not None else None
-        else:
-            folder = RunFolder.open(Path(arguments.resume))
-            settings, corpus = _resumed_run(arguments, folder)
-            trainer = Trainer(settings, corpus, device)
-            trainer.load(folder)
-            audit = RunAudit.resume(trainer, arguments.audit, _data_path(arguments, folder)) if arguments.audit is not None else None
-            folder.truncate_metrics(trainer.step)
-        bigram = bigram_loss(corpus, trainer.validation)
+
+    def count() -> int:
+        number = _default_ranks(arguments, device) if arguments.ranks is None else arguments.ranks
+        if number > 1:
+            _check_input(arguments, device, number)
+        return number
+
+    return run_on_ranks(arguments, count, lambda ranks: _train(arguments, output, ranks, device, started))
+
+
+def _default_ranks(arguments: argparse.Namespace, device: Any) -> int:
+    from ..lm.ranks import usable_cores
+    from ..lm.run_folder import RunFolder
+
+    if arguments.resume is not None and isinstance(before := RunFolder.open(Path(arguments.resume)).settings().get("ranks"), int):
+        return before if device.type == "cpu" else 1
+    return 2 if device.type == "cpu" and arguments.moe_impl in (None, "engine") and usable_cores() >= 2 else 1
+
+
+def _check_input(arguments: argparse.Namespace, device: Any, number: int) -> None:
+    """Refuse here, before any process is started, what each of them would refuse."""
+    from ..lm.ranks import Ranks
+    from ..lm.run_folder import RunFolder
+    from ..lm.trainer import check_run
+
+    if device.type != "cpu":
+        raise NotImplementedError(f"ranks={number} must be 1 on device={str(device)!r}: several ranks train on CPUs only")
+    if arguments.resume is None:
+        settings, corpus, _ = _new_run(arguments, device, Ranks())
+    else:
+        settings, corpus = _resumed_run(arguments, RunFolder.open(Path(arguments.resume)))
+    check_run(settings, corpus, number)
+
+
+def _train(arguments: argparse.Namespace, output: Output, ranks: Ranks, device: Any, started: float) -> int:
+    from ..lm.data import bigram_loss
+    from ..lm.trainer import fit
+
+    with stop_on_signal(announce=ranks.leads) as stop:
+        trainer, folder, audit = _start(arguments, ranks, device)
+        settings = trainer.settings
+        bigram = bigram_loss(trainer.corpus, trainer.validation) if ranks.leads else 0.0
         _print_start(output, trainer, folder, bigram)
         display = _Display(output, settings.steps)
         with output.bar("training", settings.steps, trainer.step) as display.bar:
             finished = fit(trainer, folder, display, stop)
-        result = _finish(trainer, folder, bigram)
-        if finished and arguments.sample_bytes > 0:
-            result["sample"] = _sample(output, trainer, folder, arguments.sample_bytes)
-        _print_end(output, result, folder)
-        if audit is not None:
-            result["audit"] = {"file": arguments.audit, "hash": audit.close(finished)}
-            output.line(f"record: {arguments.audit}, closed with hash {result['audit']['hash']}; check it with: mok audit replay {arguments.audit}")
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    output.finish(result)
-    if not finished:
+        chain = audit.close(finished) if audit is not None else None
+        if ranks.leads:
+            result = _finish(trainer, folder, bigram)
+            if finished and arguments.sample_bytes > 0:
+                result["sample"] = _sample(output, trainer, folder, arguments.sample_bytes)
+            _print_end(output, result, folder)
+            if chain is not None:
+                result["audit"] = {"file": arguments.audit, "hash": chain}
+                output.line(f"record: {arguments.audit}, closed with hash {chain}; check it with: mok audit replay {arguments.audit}")
+            result["seconds"] = round(time.perf_counter() - started, 1)
+            output.finish(result)
+    if not finished and ranks.leads:
         print(f"mok train: stopped after step {trainer.step} of {settings.steps}; continue with: mok train --resume {folder.path}", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    return 0 if finished else 128 + signal.SIGINT
 
 
-def _new_run(arguments: argparse.Namespace, device: Any) -> tuple[TrainSettings, Corpus, str | None]:
+def _start(arguments: argparse.Namespace, ranks: Ranks, device: Any) -> tuple[Trainer, RunFolder, RunAudit | None]:
+    """The trainer of a new or a continued run, its folder and its record. What stands in the way is found out before anything is written."""
+    from ..lm.audit import RunAudit
+    from ..lm.run_folder import RunFolder
+    from ..lm.trainer import Trainer
+
+    audited = arguments.audit is not None
+    if arguments.resume is None:
+        with ranks.together("beginning a run"):
+            settings, corpus, data = _new_run(arguments, device, ranks)
+        trainer = Trainer(settings, corpus, device, ranks)
+        with ranks.together("creating the run's folder"):
+            path = str(_new_folder(arguments.out)) if ranks.leads else ""
+            if ranks.leads:
+                RunFolder.create(Path(path), {"settings": asdict(settings), "data": data, "ranks": ranks.size})
+        folder = RunFolder(Path(ranks.tell("the run's folder", path=path)[0]["path"]))
+        return trainer, folder, RunAudit.begin(trainer, arguments.audit, data) if audited else None
+    with ranks.together("continuing a run"):
+        folder = RunFolder.open(Path(arguments.resume))
+        settings, corpus = _resumed_run(arguments, folder)
+    trainer = Trainer(settings, corpus, device, ranks)
+    trainer.load(folder)
+    audit = RunAudit.resume(trainer, arguments.audit, _data_path(arguments, folder)) if audited else None
+    if ranks.leads:
+        folder.truncate_metrics(trainer.step)
+    return trainer, folder, audit
+
+
+def _new_run(arguments: argparse.Namespace, device: Any, ranks: Ranks) -> tuple[TrainSettings, Corpus, str | None]:
     from ..audit import RecordWriter
     from ..lm.data import load_corpus
     from ..lm.trainer import TrainSettings, native_precision
@@ -126,9 +185,9 @@ def _new_run(arguments: argparse.Namespace, device: Any) -> tuple[TrainSettings,
     given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
     given.setdefault("precision", native_precision(device))
     settings = TrainSettings(**given)
-    if arguments.out is not None:
+    if arguments.out is not None and ranks.leads:
         _new_folder(arguments.out)                       # refuse before the text is read
-    if arguments.audit is not None:
+    if arguments.audit is not None and ranks.leads:
         RecordWriter.check_free(arguments.audit)
     return settings, load_corpus(arguments.data), _data_path(arguments)
 
@@ -173,12 +232,14 @@ def _resumed_run(arguments: argparse.Namespace, folder: RunFolder) -> tuple[Trai
 
 
 def _print_start(output: Output, trainer: Trainer, folder: RunFolder, bigram: float) -> None:
-    settings, corpus = trainer.settings, trainer.corpus
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    from ..lm.state import num_parameters
+
+    settings, corpus, ranks = trainer.settings, trainer.corpus, trainer.ranks
+    parameters = num_parameters(trainer.model)
     left_out = f", {corpus.left_out} more left out (too much text)" if corpus.left_out else ""
     output.line(f"text: {corpus.name}, {corpus.num_files} files{left_out}: {corpus.train.numel():,} bytes to train on, {corpus.validation.numel():,} held out")
     output.line(f"model: {settings.config}, {parameters / 1e6:.1f} M parameters, on {trainer.device} in {settings.precision}, "
-                f"experts by the {settings.moe_impl}")
+                f"experts by the {settings.moe_impl}" + (f", on {ranks.size} ranks" if ranks.size > 1 else ""))
     output.line(f"run: {folder.path}, " + (f"from step {trainer.step} to {settings.steps}" if trainer.step else f"{settings.steps} steps"))
     output.line(f"a bigram model of this text has validation loss {bigram:.4f} nats a byte: the number to beat")
 
@@ -203,6 +264,7 @@ class _Display:
 def _finish(trainer: Trainer, folder: RunFolder, bigram: float) -> dict[str, Any]:
     """Draws the picture; returns the JSON document."""
     from ..lm.plot import plot_training
+    from ..lm.state import num_parameters
 
     metrics = folder.read_metrics()
     steps = [entry for entry in metrics if "loss" in entry]
@@ -211,7 +273,7 @@ def _finish(trainer: Trainer, folder: RunFolder, bigram: float) -> dict[str, Any
         plot_training(metrics, folder.picture, f"mok train: {trainer.settings.config}, {trainer.corpus.name}, step {trainer.step}", bigram)
     return {
         "command": "train", "out": str(folder.path), "finished": trainer.step == trainer.settings.steps, "step": trainer.step,
-        "settings": asdict(trainer.settings), "device": str(trainer.device), "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "settings": asdict(trainer.settings), "device": str(trainer.device), "parameters": num_parameters(trainer.model), "ranks": trainer.ranks.size,
         "loss": steps[-1]["loss"] if steps else None, "validation_loss": validations[-1]["validation_loss"] if validations else None,
         "bigram_validation_loss": bigram, "tokens_per_s": median(entry["tokens_per_s"] for entry in steps) if steps else None,
     }
@@ -226,13 +288,21 @@ def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> Non
 
 
 def _sample(output: Output, trainer: Trainer, folder: RunFolder, num_bytes: int) -> str:
+    import torch
+
     from ..lm.checkpoint import write_atomically
     from ..lm.model import generate
+    from ..lm.ranks import usable_cores
+    from ..lm.state import load_model
 
     prompt = bytes(trainer.corpus.validation[:_PROMPT_BYTES].tolist())
-    trainer.model.eval()
+    model = trainer.model
+    if trainer.ranks.size > 1:                           # rank 0 alone, with all experts and all cores: the others have ended or are about to
+        torch.set_num_threads(usable_cores())
+        model = load_model(folder.latest_checkpoint())
+    model.eval()
     with output.bar("sampling", num_bytes) as bar:
-        text = prompt + generate(trainer.model, prompt, num_bytes, seed=trainer.settings.seed, on_byte=bar.advance)
+        text = prompt + generate(model, prompt, num_bytes, seed=trainer.settings.seed, on_byte=bar.advance)
     sample = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text.decode("utf-8", errors="replace"))
     write_atomically(folder.sample, sample + "\n")
     output.line(f"sample, after the {len(prompt)} bytes that it was given:\n{sample}\n")
@@ -240,17 +310,22 @@ def _sample(output: Output, trainer: Trainer, folder: RunFolder, num_bytes: int)
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C (or SIGTERM) only makes the yielded function return True; the second one interrupts at once."""
+def stop_on_signal(announce: bool = True) -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C (or SIGTERM) only makes the yielded function return True; the second one interrupts at once.
+
+    announce: say on stderr that the signal was seen. A signal that this process ignores stays ignored.
+    """
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
-        print("mok train: stopping after this step (once more to stop at once, without a checkpoint)", file=sys.stderr, flush=True)
+        if announce:
+            print("mok train: stopping after this step (once more to stop at once, without a checkpoint)", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield lambda: bool(seen)
     finally:

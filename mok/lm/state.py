@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..layer import MoE
-from .model import LanguageModel
+from .checkpoint import load_checkpoint, read_state
+from .model import LanguageModel, config_by_name
 
 _EXPERT_TENSORS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,3 +64,32 @@ def model_state(model: LanguageModel, optimizer: torch.optim.Optimizer | None = 
             for moment in MOMENTS:
                 state.add(f"optimizer.{moment}", name, optimizer.state[parameter][moment], layers.get(name))
     return state
+
+
+def num_parameters(model: LanguageModel) -> int:
+    """Of the whole model, all ranks' experts included."""
+    layers = expert_layers(model)
+    return sum(p.numel() // len(p) * layers[name].config.num_experts if name in layers else p.numel() for name, p in model.named_parameters())
+
+
+def load_model(folder: Path) -> LanguageModel:
+    """The whole model in a checkpoint, in this process, however many ranks wrote it. ValueError naming `checkpoint` as `load_checkpoint` does."""
+    state = read_state(folder)
+    try:
+        config, seed = config_by_name(state["settings"]["config"]), int(state["settings"]["seed"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint={str(folder)!r} is corrupt: its settings do not fit: {error}") from None
+    model = LanguageModel(config, seed)
+    saved = model_state(model)
+    parameters = model_state_names(model)
+    moments = {f"optimizer.{moment}.{name}": saved.here()[f"model.{name}"].to("meta") for moment in MOMENTS for name in parameters}
+    load_checkpoint(folder, saved.here(), moments)
+    return model
+
+
+def model_state_names(model: LanguageModel) -> list[str]:
+    """Names, without "model.", of what is a parameter and so has moments in a checkpoint."""
+    layers, state = expert_layers(model), State()
+    for name, parameter in model.named_parameters():
+        state.add("model", name, parameter, layers.get(name))
+    return [name.removeprefix("model.") for name in (*state.dense, *state.experts, *state.elsewhere)]

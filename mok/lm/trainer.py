@@ -109,6 +109,16 @@ class Report(Protocol):
     def on_validation(self, step: int, loss: float) -> None: ...
 
 
+def check_run(settings: TrainSettings, corpus: Corpus, ranks: int) -> None:
+    """Raise ValueError unless so many ranks can train on this text with these settings."""
+    config = config_by_name(settings.config)
+    check_length(corpus, config.seq_len)
+    if ranks > config.num_experts:
+        raise ValueError(f"{ranks=} must be at most the {config.num_experts} experts of config={settings.config!r}")
+    if ranks > 1 and settings.moe_impl != "engine":
+        raise ValueError(f"{ranks=} must be 1 with moe_impl={settings.moe_impl!r}, which computes on one")
+
+
 class Trainer:
     """Model, optimizer and position of one run on `device`. The same settings and text give the same bits on the same machine.
 
@@ -119,12 +129,8 @@ class Trainer:
 
     def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu", ranks: Ranks | None = None) -> None:
         config = config_by_name(settings.config)
-        check_length(corpus, config.seq_len)
         self.ranks = Ranks() if ranks is None else ranks
-        if self.ranks.size > config.num_experts:
-            raise ValueError(f"ranks={self.ranks.size} must be at most the {config.num_experts} experts of config={settings.config!r}")
-        if self.ranks.size > 1 and settings.moe_impl != "engine":
-            raise ValueError(f"ranks={self.ranks.size} must be 1 with moe_impl={settings.moe_impl!r}")
+        check_run(settings, corpus, self.ranks.size)
         self.settings = settings
         self.corpus = corpus
         self.device = torch.device(device)

@@ -12,7 +12,7 @@ from typing import Any
 from mok.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--config", "tiny", "--device", "cpu", "--precision", "fp32", "--batch-size", "4", "--eval-tokens", "256", "--sample-bytes", "12")
+TINY = ("--ranks", "1", "--config", "tiny", "--device", "cpu", "--precision", "fp32", "--batch-size", "4", "--eval-tokens", "256", "--sample-bytes", "12")
 
 
 def write_text(folder: Path) -> Path:

@@ -1,0 +1,178 @@
+"""Starts the ranks of a command as processes of their own, passes signals on to them, and says how they ended."""
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING, Any
+
+from .console import CommandFailed
+
+if TYPE_CHECKING:
+    from ..lm.ranks import Ranks
+
+_GRACE_S = 15.0          # beyond the time-out after which a rank gives up on a lost one by itself
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser, ranks: str) -> None:
+    """--ranks, with the command's own words about it, and --timeout."""
+    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", default=300.0,
+                        help="how long a rank waits for another before it gives up and names it (default: 300)")
+
+
+def run_on_ranks(arguments: argparse.Namespace, count: Callable[[], int], body: Callable[[Ranks], int]) -> int:
+    """The exit status of body(ranks) where this process is one of several already (`launched_ranks`), or the only one that count() asks for.
+
+    Else starts count() processes that run the same command, and waits for them. `arguments` must hold command, ranks, timeout and json.
+    """
+    from ..lm.ranks import Ranks, join, launched_ranks
+
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise ValueError(f"ranks={arguments.ranks} must be at least 1")
+    if not arguments.timeout > 0:
+        raise ValueError(f"timeout={arguments.timeout} must be a positive number of seconds")
+    launched = launched_ranks()
+    if launched is None:
+        number = count()
+        return body(Ranks()) if number == 1 else launch(arguments, number)
+    if arguments.ranks not in (None, launched):
+        raise ValueError(f"ranks={arguments.ranks} must be the {launched} processes that were started, or left out")
+    if launched == 1:
+        return body(Ranks())
+    with _failures_named():
+        ranks = join(arguments.timeout)
+        if not ranks.leads:
+            sys.stdout = open(os.devnull, "w")           # noqa: SIM115  (rank 0 prints; this process has nothing more to say)
+        return body(ranks)
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    """What goes wrong between ranks is no fault of this program: one line instead of a traceback."""
+    import torch.distributed as dist
+
+    from ..fabric.process_group import FabricError
+
+    try:
+        yield
+    except (FabricError, dist.DistError) as error:
+        raise CommandFailed(f"rank {os.environ['RANK']}: {error}") from error
+
+
+def launch(arguments: argparse.Namespace, count: int) -> int:
+    """Run `mok COMMAND` on `count` processes of this machine; the first one prints. Returns the exit status, having said on stderr what failed.
+
+    This process hosts the store through which they meet, so no rank's end takes it along. SIGINT and SIGTERM reach the ranks as SIGTERM.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    ends: list[connection.Connection] = []
+    with _passed_on(processes) as seen:
+        for rank in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_process, args=(arguments, rank, count, store.port, theirs), daemon=True)
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)    # inherited: Ctrl-C reaches the ranks through this process alone
+            try:
+                process.start()
+            finally:
+                signal.signal(signal.SIGINT, before)
+            theirs.close()
+            processes.append(process)
+            ends.append(ours)
+        _wait(processes, arguments.timeout)
+    said = [end.recv() if end.poll() else None for end in ends]
+    return _report(arguments.command, processes, said, interrupted=bool(seen))
+
+
+def _wait(processes: list[SpawnProcess], timeout_s: float) -> None:
+    """Until all have ended; those that still run long after another failed are killed."""
+    deadline = None
+    while alive := [process for process in processes if process.exitcode is None]:
+        connection.wait([process.sentinel for process in alive], timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if deadline is None and any(process.exitcode for process in processes):
+            deadline = time.monotonic() + timeout_s + _GRACE_S
+        elif deadline is not None and time.monotonic() >= deadline:
+            for process in alive:
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def _passed_on(processes: list[SpawnProcess]) -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM make the processes stop; yields the list of those seen."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        seen.append(number)
+        for process in processes:
+            if process.exitcode is None:
+                process.terminate()
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report(command: str, processes: list[SpawnProcess], said: list[tuple[int, str] | None], interrupted: bool) -> int:
+    """Say on stderr who ended how; the command's exit status."""
+    from .main import BAD_INPUT, FAILED, INTERRUPTED
+
+    killed = {rank: -code for rank, process in enumerate(processes) if (code := process.exitcode or 0) < 0}
+    statuses = {rank: said[rank][0] if said[rank] is not None else process.exitcode for rank, process in enumerate(processes)}   # type: ignore[index]
+    if not any(statuses.values()):
+        return 0
+    if interrupted and all(status in (0, INTERRUPTED, -signal.SIGTERM) for status in statuses.values()):
+        if killed:
+            print(f"mok {command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    for rank, number in killed.items():
+        print(f"mok {command}: failed: rank {rank} (pid {processes[rank].pid}) was killed by {signal.Signals(number).name}", file=sys.stderr)
+    for line in _distinct([line for status, line in filter(None, said) if status and line]):
+        print(line, file=sys.stderr)
+    return BAD_INPUT if all(status in (0, BAD_INPUT) for status in statuses.values()) else FAILED
+
+
+def _distinct(lines: list[str]) -> list[str]:
+    """Each line once, without those that only repeat what another rank said of itself."""
+    lines = list(dict.fromkeys(lines))
+    texts = [line.split(": ", 2)[-1] for line in lines]
+    return [line for line, text in zip(lines, texts, strict=True)
+            if not ("of the ExpertGroup failed in" in text and any(other != text and text.endswith(f": {other}") for other in texts))]
+
+
+def _rank_process(arguments: argparse.Namespace, rank: int, count: int, port: int, pipe: Any) -> None:
+    """One rank's process: what torchrun's would find in its environment, then the command."""
+    from .main import run_command
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")      # the store is there already: rank 0 must not make one
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    outcome = run_command(arguments)
+    pipe.send(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(outcome[0])                     # threads that still wait for a lost peer must not keep the process
+
+
+def _end_with(sentinel: int) -> None:
+    """A rank must not outlive the process that started it."""
+    connection.wait([sentinel])
+    os._exit(1)
