@@ -23,9 +23,11 @@ _GRACE_S = 15.0          # beyond the time-out after which a rank gives up on a 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser, ranks: str) -> None:
-    """--ranks, with the command's own words about it, and --timeout."""
-    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
+def add_rank_arguments(parser: argparse.ArgumentParser, ranks: str | None) -> None:
+    """--ranks, with the command's own words about it (None: the user has no say in it), and --timeout."""
+    parser.set_defaults(ranks=None)
+    if ranks is not None:
+        parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", default=300.0,
                         help="how long a rank waits for another before it gives up and names it (default: 300)")
 
@@ -141,6 +143,8 @@ def _report(command: str, processes: list[SpawnProcess], said: list[tuple[int, s
         if killed:
             print(f"mok {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    if not killed and all(outcome is not None and not outcome[1] for outcome in said):
+        return statuses[0] or 0              # nobody failed: rank 0 found something out
     for rank, number in killed.items():
         print(f"mok {command}: failed: rank {rank} (pid {processes[rank].pid}) was killed by {signal.Signals(number).name}", file=sys.stderr)
     for line in _distinct([line for status, line in filter(None, said) if status and line]):
