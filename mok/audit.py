@@ -50,6 +50,14 @@ class Record:
                 state.update(line["state"])
         return state
 
+    def ranks_at(self, step: int) -> int:
+        """How many ranks ran `step`; they may change where the run was resumed."""
+        ranks: int = self.header["configuration"]["ranks"]
+        for line in self.resumes:
+            if line["step"] < step:
+                ranks = line["configuration"]["ranks"]
+        return ranks
+
     @property
     def last_hash(self) -> str:
         """The hash that stands for the whole record: its closing line's, or its last step's where it is not closed."""

@@ -63,12 +63,13 @@ def compare(first: Record, second: Record) -> Comparison:
     rate, and whatever a layer computed from equal entries (P3): routes from equal x; y from equal x and routes; dx, d_topk_weights and expert
     gradients from equal x, routes and dy; each with equal parameters.
     """
-    ranks = [record.header["configuration"].get("ranks") for record in (first, second)]
     result = Comparison(differences(first.header["fingerprint"], second.header["fingerprint"]),
                         differences(_flat(first.header["configuration"]), _flat(second.header["configuration"])),
-                        rank_free=ranks[0] != ranks[1], steps=min(len(first.steps), len(second.steps)) - 1)
+                        rank_free=first.ranks_at(0) != second.ranks_at(0), steps=min(len(first.steps), len(second.steps)) - 1)
     state: tuple[Entries, Entries] = ({}, {})
     for step, (ours, theirs) in enumerate(zip(first.steps, second.steps)):
+        # for good: what other ranks added in another order stays in the parameters
+        result.rank_free = result.rank_free or first.ranks_at(step) != second.ranks_at(step)
         if result.rank_free and step > 0:
             _compare_promised(result, step, ours, theirs, state)
         else:

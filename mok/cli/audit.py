@@ -5,11 +5,13 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .console import Output
+from .launch import run_on_ranks
 
 if TYPE_CHECKING:
     from ..audit import Record
     from ..audit_diff import Comparison
     from ..lm.audit import Verdict
+    from ..lm.ranks import Ranks
 
 HELP = "check, replay and compare records of training runs"
 DESCRIPTION = """\
@@ -17,7 +19,7 @@ Check a record that `mok train --audit FILE` wrote. A record holds digests of ev
 optimizer state, chained so that a change of the file shows.
 
   mok audit show FILE      is the file as it was written, and what was run
-  mok audit replay FILE    train again exactly as it says and compare every step; takes as long as the run did, --steps N does the first N
+  mok audit replay FILE    train again exactly as it says, on as many processes, and compare every step; takes as long as the run did
   mok audit diff A B       compare two records and name the first difference; between runs on different numbers of ranks, what must be equal
 
 Exit status: 0 intact, confirmed, equal; 1 a difference, or a record that was changed or cut (the step and the entry are named); 2 bad input;
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="PATH", help="replay: where the text is now (default: where it was)")
     parser.add_argument("--steps", type=int, metavar="N", help="replay: the first N steps only")
     parser.add_argument("--anyway", action="store_true", help="replay: run even where the record is not comparable here; equal bits still confirm it")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", default=300.0,
+                        help="replay on several processes: how long one waits for another (default: 300)")
+    parser.set_defaults(ranks=None)                      # the record says how many
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
@@ -51,13 +56,14 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         output.line(f"NOT INTACT: {error}")
         output.finish({**document, "result": "not intact", "detail": str(error)})
         return DIFFERENT
-    status, result = {"show": _show, "replay": _replay, "diff": _diff}[action](records, arguments, output)
+    if action == "replay":
+        return _replay_on_ranks(records[0], arguments, output, document)
+    status, result = _show(records[0], output) if action == "show" else _diff(records, output)
     output.finish({**document, **result})
     return status
 
 
-def _show(records: list[Record], arguments: argparse.Namespace, output: Output) -> tuple[int, dict[str, Any]]:
-    record = records[0]
+def _show(record: Record, output: Output) -> tuple[int, dict[str, Any]]:
     assert record.end is not None
     configuration = record.header["configuration"]
     rows = [(name, str(value)) for name, value in {**configuration, **configuration["settings"]}.items() if name != "settings"]
@@ -72,13 +78,30 @@ def _show(records: list[Record], arguments: argparse.Namespace, output: Output) 
                "configuration": configuration, "fingerprint": record.header["fingerprint"], "last_step": record.steps[-1]}
 
 
-def _replay(records: list[Record], arguments: argparse.Namespace, output: Output) -> tuple[int, dict[str, Any]]:
-    from ..lm.audit import replay
+def _replay_on_ranks(record: Record, arguments: argparse.Namespace, output: Output, document: dict[str, Any]) -> int:
+    from ..lm.audit import check_replay, replay, unlike_here
 
-    record = records[0]
+    check_replay(record, record.ranks_at(0), arguments.steps)
     recorded = len(record.steps) - 1
-    with output.bar("replaying", recorded if arguments.steps is None else min(arguments.steps, recorded)) as bar:
-        verdict = replay(record, data=arguments.data, steps=arguments.steps, anyway=arguments.anyway, on_step=lambda step: bar.advance(1, f"step {step}"))
+
+    def body(ranks: Ranks) -> int:
+        with output.bar("replaying", recorded if arguments.steps is None else min(arguments.steps, recorded)) as bar:
+            verdict = replay(record, ranks=ranks, data=arguments.data, steps=arguments.steps, anyway=arguments.anyway,
+                             on_step=lambda step: bar.advance(1, f"step {step}"))
+        status, result = _report(verdict, output)
+        output.finish({**document, **result})
+        return status if ranks.leads else 0
+
+    if unlike_here(record) and not arguments.anyway:     # start no processes to find that out
+        from ..lm.audit import Verdict
+
+        status, result = _report(Verdict(0, recorded, not_comparable=tuple(unlike_here(record)), was_run=False), output)
+        output.finish({**document, **result})
+        return status
+    return run_on_ranks(arguments, lambda: record.ranks_at(0), body)
+
+
+def _report(verdict: Verdict, output: Output) -> tuple[int, dict[str, Any]]:
     for text in verdict.not_comparable:
         output.line(f"not the same: {text}")
     status, result = _judge(verdict)
@@ -99,7 +122,7 @@ def _judge(verdict: Verdict) -> tuple[int, str]:
     return (0, "confirmed") if verdict.difference is None else (DIFFERENT, "different")
 
 
-def _diff(records: list[Record], arguments: argparse.Namespace, output: Output) -> tuple[int, dict[str, Any]]:
+def _diff(records: list[Record], output: Output) -> tuple[int, dict[str, Any]]:
     from ..audit_diff import compare
 
     found = compare(*records)
