@@ -31,7 +31,7 @@ class ForwardConfig:
     """
     save_z: bool
     mover_warps: int = 2
-    stagger: int = 3
+    stagger: int = 1
     copy_vectors: int = 8
     sum_vectors: int = 1
     debug: bool = False
@@ -79,12 +79,12 @@ def _begin_launch(state, capacity):
 
 @gluon.jit
 def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
-              WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+              WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, SUM_VECTORS: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     if WG == 1 and OMIT != 2:
         list_tokens(s, t, flags, 4)
     consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG, SAVE_Z, STAGGER, DEBUG)
     if OMIT != 2:
-        finish_combine(s, t, flags, 2, 4, DEBUG)
+        finish_combine(s, t, flags, 2 * SUM_VECTORS, 4, DEBUG)
 
 
 @gluon.jit(do_not_specialize=[*INTEGERS, "limit"], do_not_specialize_on_alignment=UNALIGNED)
@@ -128,9 +128,9 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
     descs = (hidden_store_desc, shared_hidden_store_desc, results_desc, z_desc, shared_z_0, shared_z_1)
     gl.warp_specialize([
         (_consumer, (s, flags, pipe, queue, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
-                     0, SAVE_Z, STAGGER, OMIT, DEBUG)),
+                     0, SAVE_Z, STAGGER, SUM_VECTORS, OMIT, DEBUG)),
         (_consumer, (s, flags, pipe, queue, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
-                     1, SAVE_Z, STAGGER, OMIT, DEBUG)),
+                     1, SAVE_Z, STAGGER, SUM_VECTORS, OMIT, DEBUG)),
         (producer, (s, flags, pipe, queue, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
                     shared_up_1, shared_down_1, tile_to_expert, row_to_slot, DEBUG)),
         (storer, (s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z, DEBUG)),

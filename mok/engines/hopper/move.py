@@ -324,7 +324,7 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
     grid = gl.num_programs(0)
     piece = gl.program_id(0)
     ticket = piece * 0 - 1                # none taken yet: the list of tokens is still being made
-    if OMIT == 2:
+    if OMIT >= 2:
         ticket = tickets
     done = piece * 0                      # tokens of the ticket that are summed; few at a time, because the tensor cores wait for rows, not for sums
     since = clock(ticket)
@@ -346,7 +346,7 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
             add_release(rows_ready(flags) + tile, 1)
             piece += grid
             since = clock(piece)
-        elif ticket < tickets:
+        elif (piece >= pieces) & (ticket < tickets):
             lack = ticket * 0
             if ticket < 0:
                 lack = _room(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there
