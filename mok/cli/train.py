@@ -134,16 +134,16 @@ def _train(arguments: argparse.Namespace, output: Output, ranks: Ranks, device: 
         with output.bar("training", settings.steps, trainer.step) as display.bar:
             finished = fit(trainer, folder, display, stop)
         chain = audit.close(finished) if audit is not None else None
-        if ranks.leads:
-            result = _finish(trainer, folder, bigram)
-            if finished and arguments.sample_bytes > 0:
-                result["sample"] = _sample(output, trainer, folder, arguments.sample_bytes)
-            _print_end(output, result, folder)
-            if chain is not None:
-                result["audit"] = {"file": arguments.audit, "hash": chain}
-                output.line(f"record: {arguments.audit}, closed with hash {chain}; check it with: mok audit replay {arguments.audit}")
-            result["seconds"] = round(time.perf_counter() - started, 1)
-            output.finish(result)
+    if ranks.leads:                                      # the run is saved: from here on Ctrl-C ends the command as usual
+        result = _finish(trainer, folder, bigram)
+        if finished and arguments.sample_bytes > 0:
+            result["sample"] = _sample(output, trainer, folder, arguments.sample_bytes)
+        _print_end(output, result, folder)
+        if chain is not None:
+            result["audit"] = {"file": arguments.audit, "hash": chain}
+            output.line(f"record: {arguments.audit}, closed with hash {chain}; check it with: mok audit replay {arguments.audit}")
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        output.finish(result)
     if not finished and ranks.leads:
         print(f"mok train: stopped after step {trainer.step} of {settings.steps}; continue with: mok train --resume {folder.path}", file=sys.stderr)
     return 0 if finished else 128 + signal.SIGINT

@@ -3,15 +3,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9731a", "#666666"
 
 
 def plot_training(metrics: Sequence[dict[str, Any]], file: Path, title: str, bigram_loss: float | None = None) -> None:
-    """Draw `metrics` (the lines of metrics.jsonl) to the PNG `file`, which appears complete or not at all.
+    """Draw `training_figure` to the PNG `file`, which appears complete or not at all."""
+    figure = training_figure(metrics, title, bigram_loss)
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        figure.savefig(partial, dpi=130, format="png")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
-    Left: training loss of each step, its running mean, validation loss, and the bigram model's validation loss (nats a byte).
+
+def training_figure(metrics: Sequence[dict[str, Any]], title: str, bigram_loss: float | None = None) -> Any:
+    """A matplotlib Figure of `metrics`, the lines of metrics.jsonl.
+
+    Left: training loss of each step, its mean over 11 steps, validation loss, and the bigram model's validation loss (nats a byte).
     Right: share of the routes that each expert of each layer received over the last tenth of the run, against the even share.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state
@@ -24,18 +36,13 @@ def plot_training(metrics: Sequence[dict[str, Any]], file: Path, title: str, big
     steps = [entry for entry in metrics if "loss" in entry]
     _draw_losses(left, steps, [entry for entry in metrics if "validation_loss" in entry], bigram_loss)
     _draw_load(right, figure, steps[-max(1, len(steps) // 10):])
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        figure.savefig(partial, dpi=130, format="png")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    return figure
 
 
 def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], bigram_loss: float | None) -> None:
     losses = [entry["loss"] for entry in steps]
     axes.plot([entry["step"] for entry in steps], losses, color=_BLUE, alpha=0.3, linewidth=0.8, label="training, each step")
-    axes.plot([entry["step"] for entry in steps], _running_mean(losses, 20), color=_BLUE, linewidth=1.6, label="training, mean of 20 steps")
+    axes.plot([entry["step"] for entry in steps], _smoothed(losses, 5), color=_BLUE, linewidth=1.6, label="training, mean of 11 steps")
     axes.plot([entry["step"] for entry in validations], [entry["validation_loss"] for entry in validations], color=_ORANGE, marker="o", markersize=4,
               linewidth=1.2, label="validation")
     if bigram_loss is not None:
@@ -61,14 +68,10 @@ def _draw_load(axes: Any, figure: Any, steps: Sequence[dict[str, Any]]) -> None:
         for layer, row in enumerate(relative):
             for expert, value in enumerate(row):
                 axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if abs(value - 1) > 0.6 else "black")
-    axes.set_title(f"Expert load, mean of the last {len(steps)} step(s)", fontsize=10)
+    axes.set_title(f"Expert load, mean of the last {len(steps)} step{'s' if len(steps) > 1 else ''}", fontsize=10)
     figure.colorbar(image, ax=axes, label="load / even load")
 
 
-def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and up to width - 1 before it. _running_mean([1, 3, 5], 2) == [1, 2, 4]"""
-    means, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value - (values[i - width] if i >= width else 0.0)
-        means.append(total / min(i + 1, width))
-    return means
+def _smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Mean of each value and up to `reach` on each side of it. _smoothed([1, 3, 8, 9], 1) == [2, 4, 20 / 3, 8.5]"""
+    return [fmean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
