@@ -74,7 +74,7 @@ class TileMath:
         bf16_kernels = False
         if torch.backends.mkldnn.is_available():
             self._linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-            bf16_kernels = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+            bf16_kernels = bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)())
         self.direct = dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and bf16_kernels)
         amx = dtype == torch.bfloat16 and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
         self.mode = "bf16" if amx else "ieee"

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from faulty import run_completion_order, run_plain_mm
-from oracle import Case, differing, make_case, run_engine, same_bits
+from oracle import Case, check_case, differing, make_case, run_engine, same_bits
 from torch import Tensor
 
 from mok.engines.cpu import CpuEngine
+from mok.engines.cpu_tiles import TileMath
 from mok.runtime import TilePool, runtime
 
 Run = Callable[[Case], dict[str, Tensor | None]]
@@ -180,6 +181,21 @@ def test_router_scores_ignore_the_users_matmul_precision():
         assert setting.fp32_precision == "bf16"
     finally:
         setting.fp32_precision = before
+
+
+def test_bf16_math_mode(monkeypatch):
+    """What a CPU with AMX tiles runs: fp32 copies multiplied in oneDNN's bf16 math mode. The promises hold there too, and the setting is restored.
+
+    On a CPU without the tiles the mode is accepted and computes in fp32, so the path can be tried everywhere.
+    """
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    case = odd_case(torch.bfloat16)
+    assert TileMath(torch.bfloat16).mode == "bf16" and TileMath(torch.float32).mode == "ieee"
+    got = run_cpu(case)
+    assert between_thread_counts(run_cpu, case) == [] and between_batches(run_cpu, case) == []
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    check_case(case, got)
 
 
 def test_scratch_is_shared_between_layers(monkeypatch):
