@@ -1,6 +1,7 @@
 """`mok audit` and `mok train --audit`: what they print, their JSON, and the exit status of every verdict."""
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -162,3 +163,36 @@ def test_bad_input_is_one_line_and_leaves_nothing(recorded, tmp_path, capsys):
         error = bad_input(capsys, "train", *TINY, "--data", str(recorded / "text.py"), "--out", str(tmp_path / "run"), "--steps", "1", "--audit", place)
         assert f"audit={place!r}" in error and message in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_two_ranks_is_recorded_replayed_and_compared_with_one(recorded, tmp_path, capfd):
+    """Processes of their own: their output is the file descriptor's, and rank 0's verdict is the command's."""
+    def audit(*arguments: str) -> tuple[int, dict, str]:
+        status = main(["audit", *arguments, "--json"])
+        captured = capfd.readouterr()
+        return status, json.loads(captured.out.splitlines()[-1]), captured.err
+
+    two = tmp_path / "two"
+    assert main(["train", *TINY, "--ranks", "2", "--data", str(recorded / "text.py"), "--out", str(tmp_path / "run"), "--steps", "2",
+                 "--audit", str(two)]) == 0
+    capfd.readouterr()
+    record = read_record(two)
+    assert record.ranks_at(1) == 2 and not any("replicas differ" in step for step in record.steps)
+    status, document, error = audit("replay", str(two))
+    assert (status, document["result"], document["steps"], error) == (0, "confirmed", 2, "")
+
+    one = forge(recorded / "record", lambda lines: lines.__delitem__(slice(4, -1)) or lines[-1].update(steps=2), tmp_path / "one")
+    status, document, _ = audit("diff", str(one), str(two))
+    assert status == 0 and document["result"] == "equal" and document["last_step_compared"] >= 1
+    layers = 2 * 3 + 2 * 2 + 2 * 2                        # routes and y, dx and d_topk_weights, expert gradients: all that step 1 computed from equal x and dy
+    assert document["compared"] >= len(record.steps[0]) + layers + 2 * 2
+
+    wrong = forge(two, lambda lines: lines[3]["entries"].update(grad_norm=1.5), tmp_path / "wrong")
+    status, document, error = audit("replay", str(wrong))
+    assert (status, document["result"], error) == (1, "different", "")
+    assert document["difference"]["step"] == 2 and document["difference"]["entry"] == "grad_norm"
+    other = forge(wrong, lambda lines: lines[0]["fingerprint"].update(cpu="another"), tmp_path / "other")
+    assert audit("replay", str(other))[0] == 3 and audit("replay", str(other), "--anyway")[0] == 3
+    assert main(["audit", "replay", str(two), "--data", str(tmp_path / "none")]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "data=" in error
