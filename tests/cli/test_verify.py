@@ -8,6 +8,7 @@ import torch
 from support import bad_input, run_json
 
 from mok import verify
+from mok.cli.info import SCRATCH_FORMULAS, hopper_scratch, scratch_bytes
 from mok.engines.cpu import CpuEngine
 from mok.verify import Case, Target, check_target, worst_block
 
@@ -179,3 +180,23 @@ def test_the_real_cases_meet_the_rules_for_bitwise_tests():
         problem = verify.make_problem(replace(case, T=400), Target("cpu", CPU, torch.float32), seed=0)
         assert (problem.topk_ids == case.E - 1).sum() == 0
     assert any(case.H % 2 and case.I % 2 for case in verify.BITWISE_CASES)
+
+
+@pytest.mark.parametrize("thiek", [(4096, 2048, 768, 128, 8), (70, 144, 80, 5, 2), (1000, 1024, 16384, 4, 1), (32768, 2880, 2880, 128, 4)])
+def test_info_prints_the_scratch_that_the_hopper_engine_allocates(thiek):
+    pytest.importorskip("triton", reason="the engine's host code imports Triton, which exists on Linux only")
+    from mok.engines.hopper.backward_launch import COLUMN_TILE
+    from mok.engines.hopper.launch import granularity
+
+    T, H, I, E, K = thiek
+    grain = granularity(None, H, I)
+    names = {"T": T, "H": H, "I": I, "E": E, "K": K, "x_ring": grain.row_ring, "h_ring": grain.hidden_ring, "column_tile": COLUMN_TILE}
+    for name, formula in SCRATCH_FORMULAS.items():
+        names[name] = eval(formula, {}, names)
+    assert scratch_bytes(*thiek) == {name: names[name] for name in SCRATCH_FORMULAS}
+
+
+def test_info_lists_every_benchmark_layer_with_its_scratch():
+    pytest.importorskip("triton", reason="the engine's host code imports Triton, which exists on Linux only")
+    layers = hopper_scratch()["layers"]
+    assert "qwen3-30b-a3b" in layers and all(sizes["backward"] > sizes["forward"] > 0 for sizes in layers.values())
