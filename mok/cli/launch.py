@@ -95,8 +95,15 @@ def launch(arguments: argparse.Namespace, count: int) -> int:
             processes.append(process)
             ends.append(ours)
         _wait(processes, arguments.timeout)
-    said = [end.recv() if end.poll() else None for end in ends]
-    return _report(arguments.command, processes, said, interrupted=bool(seen))
+    return _report(arguments.command, processes, [_last_word(end) for end in ends], interrupted=bool(seen))
+
+
+def _last_word(end: connection.Connection) -> tuple[int, str] | None:
+    """What a rank that has ended said of itself (`run_command`); None where it could not."""
+    try:
+        return end.recv() if end.poll() else None
+    except EOFError:
+        return None
 
 
 def _wait(processes: list[SpawnProcess], timeout_s: float) -> None:
@@ -147,6 +154,9 @@ def _report(command: str, processes: list[SpawnProcess], said: list[tuple[int, s
         return statuses[0] or 0              # nobody failed: rank 0 found something out
     for rank, number in killed.items():
         print(f"mok {command}: failed: rank {rank} (pid {processes[rank].pid}) was killed by {signal.Signals(number).name}", file=sys.stderr)
+    for rank, process in enumerate(processes):
+        if said[rank] is None and (process.exitcode or 0) > 0:
+            print(f"mok {command}: failed: rank {rank} (pid {process.pid}) ended with status {process.exitcode}", file=sys.stderr)
     for line in _distinct([line for status, line in filter(None, said) if status and line]):
         print(line, file=sys.stderr)
     return BAD_INPUT if all(status in (0, BAD_INPUT) for status in statuses.values()) else FAILED
