@@ -5,6 +5,9 @@ PYTHON ?= python3
 PY := .venv/bin/python
 ARGS ?=
 
+# OpenMP's idle threads spin by default; on few cores they take them from the CPU engine's own threads.
+export OMP_WAIT_POLICY := passive
+
 .PHONY: train test lint clean
 
 .venv/.done: pyproject.toml constraints.txt

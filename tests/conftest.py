@@ -1,8 +1,13 @@
 """Shared fixtures: GPU tests are left out by name where there is no GPU, and two cores are enough for everything else."""
 from __future__ import annotations
 
-import pytest
-import torch
+import os
+
+# Before torch: OpenMP's idle threads spin by default, and on few cores they take them from the CPU engine's own threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
