@@ -54,7 +54,9 @@ def test_uses_as_many_threads_as_asked(pool):
 
 def test_leaves_thread_settings_alone(pool):
     """The caller's count, the default of new threads, and another thread's own count, although workers set theirs to 1."""
-    before, default = torch.get_num_threads(), default_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(before)                                # the default too, whatever ran in this process before
+    assert default_threads() == before
     own: list[int] = []
     started, finish = threading.Event(), threading.Event()
 
@@ -76,7 +78,7 @@ def test_leaves_thread_settings_alone(pool):
     finish.set()
     thread.join()
     assert own == [7]
-    assert torch.get_num_threads() == before and default_threads() == default
+    assert torch.get_num_threads() == before == default_threads()
 
 
 def test_blas_of_a_worker_is_single_threaded(pool):

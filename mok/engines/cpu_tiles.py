@@ -32,7 +32,7 @@ from ..runtime import Scratch, runtime
 from .protocol import accumulation_dtype
 
 TILE_ROWS = 256
-TAIL_ROWS = (32, 64, 128, 192)
+TAIL_ROWS = (32, 64, 128, 192)      # multiples of 32, so that no tile of an activation ends inside of a vector: a difference too rare to measure
 K_BLOCK = 128               # contraction of one fp32 call: oneDNN sums it in one chain, whose error at 2048 was 3 times that of MKL, which sums blocks
 OUTER_BLOCK = 256           # ... where precision does not ask for it: a.T is copied block by block inside, in cache: 4.9 ms against 7.0 at 512x1024x1024
 DOT_COLUMNS = 128           # column tile of row_dot
