@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import audit, bench, info, train, verify
+from . import audit, bench, export_model, import_model, info, train, verify
 from .console import CommandFailed, Output
 
-_COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "info": info}
+_COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "export": export_model, "import": import_model, "info": info}
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130

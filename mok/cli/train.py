@@ -5,7 +5,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -70,9 +70,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_argument(parser)
     add_rank_arguments(parser, "processes that share the work (default: 2 on a CPU with two cores or more, else 1; with --resume: as many as before)")
     parser.add_argument("--sample-bytes", type=int, metavar="INT", default=256, help="length of the text written at the end (default: 256; 0 = none)")
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
+    """One option for each of the run's settings."""
     for name, (kind, text) in _SETTINGS.items():
-        default = "" if name == "precision" else f" (default: {_DEFAULTS[name]})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper() if kind is not str else "NAME", help=text + default)
+        if name not in leave_out:
+            default = "" if name == "precision" else f" (default: {_DEFAULTS[name]})"
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper() if kind is not str else "NAME", help=text + default)
+
+
+def given_settings(arguments: argparse.Namespace, device: Any) -> dict[str, Any]:
+    """The settings that were given, and the precision that suits the device where none was."""
+    from ..lm.trainer import native_precision
+
+    given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name, None) is not None}
+    given.setdefault("precision", native_precision(device))
+    return given
 
 
 # Kept here so that --help does not import torch; a test compares them with TrainSettings.
@@ -180,11 +195,9 @@ def _start(arguments: argparse.Namespace, ranks: Ranks, device: Any) -> tuple[Tr
 def _new_run(arguments: argparse.Namespace, device: Any, ranks: Ranks) -> tuple[TrainSettings, Corpus, str | None]:
     from ..audit import RecordWriter
     from ..lm.data import load_corpus
-    from ..lm.trainer import TrainSettings, native_precision
+    from ..lm.trainer import TrainSettings
 
-    given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
-    given.setdefault("precision", native_precision(device))
-    settings = TrainSettings(**given)
+    settings = TrainSettings(**given_settings(arguments, device))
     if arguments.out is not None and ranks.leads:
         _new_folder(arguments.out)                       # refuse before the text is read
     if arguments.audit is not None and ranks.leads:
