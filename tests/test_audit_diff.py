@@ -116,3 +116,16 @@ def test_at_other_ranks_unequal_parameters_release_what_they_enter(parameter, re
 
     assert compare(record(), differing(released)).difference is None
     assert compare(record(), differing(held)).difference.name == f"part0/blocks.0.moe/{held}"
+
+
+def test_once_the_ranks_differ_only_promises_are_compared():
+    """The second run went on with two ranks after step 1, and with one again after step 2: what they added stays in its parameters."""
+    changed = change(record(), 3, "part0/blocks.0.moe/x", "part0/blocks.0.moe/y", "parameter/embedding")
+    changed.resumes = [{"step": step, "configuration": {"ranks": ranks}, "state": {}} for step, ranks in ((1, 2), (2, 1))]
+    assert [changed.ranks_at(step) for step in range(4)] == [1, 1, 2, 1]
+    found = compare(record(), changed)
+    assert found.rank_free and found.difference is None
+    assert found.left_out["parameter"] == 2 * 7                                                      # of steps 2 and 3
+    assert compare(record(), change(changed, 1, "loss")).difference.name == "loss"
+    changed.resumes = []
+    assert compare(record(), changed).difference.step == 1

@@ -200,6 +200,18 @@ def test_only_the_runs_own_intact_record_is_continued(tmp_path, text, corpus, tr
         RunAudit.resume(bare, truth.path, None)
 
 
+def test_a_replay_goes_as_far_as_the_number_of_ranks_does(tmp_path, text, corpus, truth):
+    run(tmp_path, text, corpus, replace(SETTINGS, steps=3))
+    record = resume(tmp_path, text, corpus, replace(SETTINGS, steps=4))
+    elsewhere = forge(record, lambda lines: next(line for line in lines if line["kind"] == "resume")["configuration"].update(ranks=2))
+    assert [elsewhere.ranks_at(step) for step in range(5)] == [1, 1, 1, 1, 2]
+    with pytest.raises(NotImplementedError, match="went on with 2 ranks instead of 1 after step 3"):
+        replay(elsewhere)
+    assert replay(elsewhere, steps=3) == lm_audit.Verdict(3, 4)
+    with pytest.raises(ValueError, match="ranks=1 must be the 2 of the recorded run"):
+        replay(forge(truth, lambda lines: lines[0]["configuration"].update(ranks=2)))
+
+
 # --- not comparable --------------------------------------------------------------------------------------------------------------------------
 
 def test_another_fingerprint_forbids_a_verdict_but_equal_bits_still_confirm(monkeypatch, truth):
