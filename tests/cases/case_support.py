@@ -98,6 +98,14 @@ class Problem:
 
     def compare(self, got: dict[str, Tensor], names: Sequence[str] = ()) -> None:
         """Every result in `got` (of those in `names`, if given) is finite and within the oracle's tolerance."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)                 # many small operations: on a busy machine threads would wait for one another at each of them
+        try:
+            self._compare(got, names)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _compare(self, got: dict[str, Tensor], names: Sequence[str]) -> None:
         truth = self.truth()
         usual = self._usual_error(truth)
         ids = self["topk_ids"].reshape(-1, self["topk_ids"].shape[-1])
