@@ -81,6 +81,11 @@ def test_resume_continues_where_the_run_ended(finished, tmp_path: Path, capsys):
     (["--learning-rate", "-1"], ["learning_rate=-1.0", "positive"]),
     (["--resume", "{tmp}"], ["resume=", "must be the folder of a run"]),
     (["--nonsense"], ["--nonsense"]),
+    (["--ranks", "0"], ["ranks=0 must be at least 1"]),
+    (["--ranks", "5"], ["ranks=5 must be at most the 4 experts of config='tiny'"]),
+    (["--ranks", "2", "--moe-impl", "reference"], ["ranks=2 must be 1 with moe_impl='reference'"]),
+    (["--ranks", "2", "--data", "{tmp}/short"], ["data=", "holds 9 bytes"]),
+    (["--ranks", "2", "--timeout", "0"], ["timeout=0.0 must be a positive number"]),
 ])
 def test_bad_input_is_one_line_that_names_it_and_leaves_nothing(tmp_path: Path, capsys, arguments, words):
     (tmp_path / "empty").write_bytes(b"")
