@@ -1,0 +1,127 @@
+"""The order of backward's GEMM tasks, run as plain Python: every wanted tile once, inputs before what reads them, counts that roles wait for."""
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "mok" / "engines" / "hopper" / "backward_tasks.py"
+DH, DX, DW_UP, DW_DOWN = range(4)
+
+
+def tasks_module():
+    """backward_tasks.py with the device language replaced by integers, so that the code under test is the code that is compiled."""
+    language = types.SimpleNamespace(constexpr=lambda value: value, tensor=object, where=lambda c, a, b: a if c else b, minimum=min, maximum=max,
+                                     cdiv=lambda a, b: -(-a // b))
+    decorators = types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f)
+    module = types.ModuleType("backward_tasks")
+    code = "\n".join(line for line in SOURCE.read_text().splitlines() if not line.startswith("from "))
+    module.__dict__.update(gluon=decorators, gl=language, aggregate=lambda cls: cls, fresh=lambda value: value)
+    exec(compile(code, str(SOURCE), "exec"), module.__dict__)
+    return module
+
+
+tasks = tasks_module()
+
+ALL = 0b1111
+SIZES = {
+    "qwen3-30b-a3b, many tiles": dict(H=2048, I=768, T=4096, num_tiles=300, num_experts=16, group_tiles=37),
+    "groups that do not divide the tiles": dict(H=528, I=592, T=520, num_tiles=10, num_experts=4, group_tiles=4),
+    "one tile": dict(H=16, I=16, T=1, num_tiles=1, num_experts=2, group_tiles=64),
+    "no route": dict(H=256, I=96, T=20, num_tiles=0, num_experts=3, group_tiles=8),
+    "two shared experts": dict(H=272, I=176, T=300, num_tiles=7, num_experts=5, group_tiles=2, num_shared=2, I_0=80, I_1=336),
+}
+WANTS = {"all": ALL, "dx": 1, "d_topk_weights": 2, "dw_gate_up": 4, "dw_down": 8, "weights": 12, "biases": 48,
+         "all of both shared experts": ALL | 0b111111 << 8, "one shared dw_down": 2 << 8}
+
+
+def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0):
+    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants)
+
+
+def sequence(s, first=0, step=1):
+    """Tasks first, first + step, ... as (kind, slot, tile, column, expert)."""
+    found = []
+    phase, index = tasks.seek(s, 0, first)
+    while phase < s.num_phases:
+        found.append(tasks.locate(s, phase, index))
+        phase, index = tasks.seek(s, phase, index + step)
+    return found
+
+
+def expected_tasks(s, num_experts):
+    """The same tasks from the definition of each kind, in no order. expert is -1 where the plan's tile_to_expert says it."""
+    def tiles(width, tile):
+        return -(-width // tile)
+
+    def bit(i):
+        return s.wants >> i & 1
+
+    widths = [s.I_0, s.I_1][:s.num_shared]
+    routed_dh = bit(0) or bit(1) or bit(2) or bit(3) or bit(4)
+    result = set()
+    for slot, width in [(-1, s.I), *enumerate(widths)]:
+        up, down = (bit(2), bit(3)) if slot < 0 else (bit(8 + 3 * slot), bit(9 + 3 * slot))
+        dh = routed_dh if slot < 0 else bit(0) or up or down or bit(10 + 3 * slot)
+        rows = s.num_tiles if slot < 0 else tiles(s.T, 128)
+        result |= {(DH, slot, m, n, -1) for m in range(rows) for n in range(tiles(width, 256)) if dh}
+        result |= {(DX, slot, m, n, -1) for m in range(rows) for n in range(tiles(s.H, 256)) if bit(0)}
+        for e in range(num_experts) if slot < 0 else [-1]:
+            result |= {(DW_UP, slot, m, n, e) for m in range(2 * tiles(width, 128)) for n in range(tiles(s.H, 256)) if up}
+            result |= {(DW_DOWN, slot, m, n, e) for m in range(tiles(s.H, 128)) for n in range(tiles(width, 256)) if down}
+    return result
+
+
+def identity(task):
+    kind, slot, tile, column, expert = task
+    return kind, slot, tile, column, expert if kind >= DW_UP and slot < 0 else -1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wants", WANTS)
+def test_every_wanted_tile_once(size, wants):
+    s = schedule(**SIZES[size], wants=WANTS[wants])
+    order = [identity(task) for task in sequence(s)]
+    assert len(order) == len(set(order))
+    assert set(order) == expected_tasks(s, SIZES[size]["num_experts"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ctas_share_the_sequence(size):
+    s = schedule(**SIZES[size], wants=ALL)
+    whole = sequence(s)
+    for grid in (1, 7, 132):
+        assert [whole[cta::grid] for cta in range(grid)] == [sequence(s, cta, grid) for cta in range(grid)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wants", WANTS)
+def test_inputs_come_first_and_counts_are_exact(size, wants):
+    """What the kernel waits for: dh_columns of a row tile before its DX, all DH tasks before a weight gradient, and the two totals."""
+    s = schedule(**SIZES[size], wants=WANTS[wants])
+    done: dict[tuple[int, int], int] = {}
+    dh = dx = 0
+    for kind, slot, tile, _, _ in sequence(s):
+        if kind == DH:
+            done[slot, tile] = done.get((slot, tile), 0) + 1
+            dh += 1
+        elif kind == DX:
+            assert done.get((slot, tile), 0) == tasks.dh_columns(s, slot), "a DX task before its dz"
+            dx += 1
+        else:
+            assert dh == tasks.all_dh_tasks(s), "a weight gradient before the last DH task"
+    assert dh == tasks.all_dh_tasks(s) and dx == tasks.all_dx_tasks(s)
+
+
+def test_counters_do_not_collide():
+    s = schedule(**SIZES["two shared experts"], wants=ALL | 0b111111 << 8)
+    places = {(slot, tile): tasks.counter_of(s, slot, tile, 20) for kind, slot, tile, _, _ in sequence(s) if kind == DH}
+    assert len(set(places.values())) == len(places) and max(places.values()) < 20 + s.num_shared * s.token_tiles
+
+
+def test_worked_example():
+    """The example of the file's docstring."""
+    s = schedule(H=256, I=256, T=300, num_tiles=3, num_experts=1, group_tiles=2, wants=1)
+    names = {DH: "DH", DX: "DX"}
+    assert [[f"{names[kind]} {tile}" for kind, _, tile, _, _ in sequence(s, cta, 2)] for cta in (0, 1)] == [["DH 0", "DH 2", "DX 1"], ["DH 1", "DX 0", "DX 2"]]
