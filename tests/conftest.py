@@ -6,8 +6,8 @@ import os
 # Before torch: OpenMP's idle threads spin by default, and on few cores they take them from the CPU engine's own threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items):
