@@ -127,13 +127,11 @@ def _check_input(arguments: argparse.Namespace, device: Any, number: int) -> Non
     from ..lm.run_folder import RunFolder
     from ..lm.trainer import check_run
 
-    if device.type != "cpu":
-        raise NotImplementedError(f"ranks={number} must be 1 on device={str(device)!r}: several ranks train on CPUs only")
     if arguments.resume is None:
         settings, corpus, _ = _new_run(arguments, device, Ranks())
     else:
         settings, corpus = _resumed_run(arguments, RunFolder.open(Path(arguments.resume)))
-    check_run(settings, corpus, number)
+    check_run(settings, corpus, number, device)
 
 
 def _train(arguments: argparse.Namespace, output: Output, ranks: Ranks, device: Any, started: float) -> int:

@@ -16,6 +16,7 @@ from ..plan import experts_of_rank
 
 # Starting takes as long as the slowest rank's imports; no rank is late by the group's own time-out before it has joined.
 _START_TIMEOUT_S = 300.0
+_LONGEST_ERROR = 4000          # characters: it travels in a message of fixed size
 # What torchrun sets in the environment of each rank's process, and `mok train --ranks` likewise.
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -91,7 +92,7 @@ class Ranks:
             yield
         except (ValueError, OSError) as error:
             if self.group is not None:
-                self.group.report(str(error), {"pass": what})
+                self.group.report(str(error)[:_LONGEST_ERROR], {"pass": what})
             raise
         self.tell(what)
 

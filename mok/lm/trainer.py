@@ -109,14 +109,16 @@ class Report(Protocol):
     def on_validation(self, step: int, loss: float) -> None: ...
 
 
-def check_run(settings: TrainSettings, corpus: Corpus, ranks: int) -> None:
-    """Raise ValueError unless so many ranks can train on this text with these settings."""
+def check_run(settings: TrainSettings, corpus: Corpus, ranks: int, device: torch.device) -> None:
+    """Raise ValueError, or NotImplementedError, unless so many ranks can train on this text with these settings."""
     config = config_by_name(settings.config)
     check_length(corpus, config.seq_len)
     if ranks > config.num_experts:
         raise ValueError(f"{ranks=} must be at most the {config.num_experts} experts of config={settings.config!r}")
     if ranks > 1 and settings.moe_impl != "engine":
         raise ValueError(f"{ranks=} must be 1 with moe_impl={settings.moe_impl!r}, which computes on one")
+    if ranks > 1 and device.type != "cpu":
+        raise NotImplementedError(f"{ranks=} must be 1 on device={str(device)!r}: several ranks train on CPUs only")
 
 
 class Trainer:
@@ -130,10 +132,10 @@ class Trainer:
     def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu", ranks: Ranks | None = None) -> None:
         config = config_by_name(settings.config)
         self.ranks = Ranks() if ranks is None else ranks
-        check_run(settings, corpus, self.ranks.size)
+        self.device = torch.device(device)
+        check_run(settings, corpus, self.ranks.size, self.device)
         self.settings = settings
         self.corpus = corpus
-        self.device = torch.device(device)
         self.step = 0
         self.model = LanguageModel(config, settings.seed, settings.moe_impl, self.ranks.group).to(self.device)
         self.validation = validation_windows(corpus, config.seq_len, settings.eval_tokens)

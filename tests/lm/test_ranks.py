@@ -15,7 +15,7 @@ from mok.lm.data import load_corpus
 from mok.lm.ranks import Ranks
 from mok.lm.run_folder import RunFolder
 from mok.lm.state import load_model, model_state
-from mok.lm.trainer import Trainer, TrainSettings, fit
+from mok.lm.trainer import Trainer, TrainSettings, check_run, fit
 from mok.plan import experts_of_rank
 from tests.ranks import RankPool
 
@@ -302,6 +302,8 @@ def _trainer_error(process_group, settings):
 
 def test_what_cannot_be_split_is_refused(pool):
     assert all("ranks=2 must be 1 with moe_impl='reference'" in error for error in pool.run(_trainer_error, 2, replace(SETTINGS, moe_impl="reference")))
+    corpus = load_corpus(TEXT)
     with pytest.raises(ValueError, match="ranks=5 must be at most the 4 experts of config='tiny'"):
-        from mok.lm.trainer import check_run
-        check_run(SETTINGS, load_corpus(TEXT), 5)
+        check_run(SETTINGS, corpus, 5, torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="ranks=2 must be 1 on device='cuda:1'"):
+        check_run(SETTINGS, corpus, 2, torch.device("cuda:1"))
