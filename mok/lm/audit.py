@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -184,7 +184,7 @@ def _replay_steps(trainer: Trainer, record: Record, steps: int, on_step: Callabl
             found.append(difference)
 
     states = {line.get("step", line.get("steps")): line["state"] for line in (*record.resumes, *([record.end] if record.end else []))}
-    settings_from = {line["step"]: line["configuration"]["settings"] for line in record.resumes}
+    configuration_from = {line["step"]: line["configuration"] for line in record.resumes}
     recorder = trainer.recorder = step_recorder(trainer, check)
     recorder.start()
     with deterministic_libraries(trainer.device):
@@ -193,8 +193,9 @@ def _replay_steps(trainer: Trainer, record: Record, steps: int, on_step: Callabl
                 found.append(difference)
             if found or trainer.step >= steps:
                 break
-            if trainer.step in settings_from:
-                trainer.settings = replace(trainer.settings, **settings_from[trainer.step])
+            if trainer.step in configuration_from:
+                trainer.settings = TrainSettings.from_dict(configuration_from[trainer.step]["settings"])
+                torch.set_num_threads(configuration_from[trainer.step]["threads"])
             trainer.train_step()
             on_step(trainer.step)
     recorder.remove()

@@ -270,6 +270,19 @@ def test_a_replay_uses_the_recorded_threads_and_restores_its_callers(truth):
     assert seen == [before + 1] and torch.get_num_threads() == before
 
 
+def test_a_replay_takes_up_the_threads_of_a_resumed_run(tmp_path, text, corpus):
+    before = torch.get_num_threads()
+    run(tmp_path, text, corpus, replace(SETTINGS, steps=1))
+    torch.set_num_threads(before + 2)
+    try:
+        record = resume(tmp_path, text, corpus, replace(SETTINGS, steps=2))
+    finally:
+        torch.set_num_threads(before)
+    seen: list[int] = []
+    replay(record, on_step=lambda step: seen.append(torch.get_num_threads()))
+    assert seen == [before, before + 2] and torch.get_num_threads() == before
+
+
 def test_the_code_of_this_package_is_part_of_the_fingerprint(tmp_path, monkeypatch):
     package = tmp_path / "mok"
     (package / "sub").mkdir(parents=True)
