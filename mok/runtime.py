@@ -47,6 +47,44 @@ class Scratch:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
 
+class RowBuffers:
+    """Large buffers that one pass borrows and a later one borrows again: fresh memory costs a page fault for every 4 KiB, a tenth of a pass."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+
+    @contextmanager
+    def borrow(self) -> Iterator[Callable[[int, int, torch.dtype], Tensor]]:
+        """Gives take(rows, columns, dtype), whose tensors (contents unspecified) are anybody's again at the end of the block."""
+        taken: list[Tensor] = []
+
+        def take(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+            needed = rows * columns * dtype.itemsize
+            with self._lock:
+                fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= needed]
+                if fitting:
+                    buffer = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
+                elif self._free:
+                    self._free.pop(max(range(len(self._free)), key=lambda i: self._free[i].numel()))    # too small: replaced, not kept beside
+            with torch.inference_mode(False):                        # may be used outside of the inference mode that it was made in
+                if not fitting:
+                    buffer = torch.empty(needed, dtype=torch.uint8, device="cpu")
+                taken.append(buffer)
+                return buffer[:needed].view(dtype).view(rows, columns)
+
+        try:
+            yield take
+        finally:
+            with self._lock:
+                self._free += taken
+
+    def num_bytes(self) -> int:
+        """Bytes that no pass holds at the moment."""
+        with self._lock:
+            return sum(buffer.numel() for buffer in self._free)
+
+
 Task = Callable[[Scratch], None]
 
 
@@ -170,6 +208,7 @@ class Runtime:
         self.error_words: list[Callable[[], Exception | None]] = []   # each reads a device's pinned error word; None = nothing to report
         self._route_words: dict[torch.device, Tensor] = {}            # the error word of each device for ids out of range
         self.tiles = TilePool()
+        self.rows = RowBuffers()
         self._precision = threading.Condition()
         self._precision_mode = ""
         self._precision_users = 0

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from mok.runtime import Scratch, TilePool, runtime
+from mok.runtime import RowBuffers, Scratch, TilePool, runtime
 
 
 @pytest.fixture
@@ -227,6 +227,30 @@ def test_scratch_grows_and_is_reused():
     source.fill_(2)
     assert scratch.kept("w", ("pass", 0), source, torch.float64) is kept and kept.eq(1).all()
     assert scratch.kept("w", ("pass", 1), source, torch.float64).eq(2).all()
+
+
+def test_row_buffers_are_borrowed_one_pass_at_a_time():
+    rows = RowBuffers()
+    with rows.borrow() as take:
+        a, b = take(4, 8, torch.float32), take(4, 8, torch.float32)
+        assert a.shape == (4, 8) and a.is_contiguous() and a.data_ptr() != b.data_ptr() and rows.num_bytes() == 0
+        with rows.borrow() as inner:                             # another pass at the same time gets memory of its own
+            assert inner(4, 8, torch.float32).data_ptr() not in (a.data_ptr(), b.data_ptr())
+    assert rows.num_bytes() == 3 * 128
+    with pytest.raises(ZeroDivisionError), rows.borrow() as take:
+        again = {take(2, 3, torch.bfloat16).data_ptr() for _ in range(3)}
+        assert {a.data_ptr(), b.data_ptr()} < again and rows.num_bytes() == 0
+        raise ZeroDivisionError
+    assert rows.num_bytes() == 3 * 128
+    with rows.borrow() as take:
+        take(100, 8, torch.float64)                              # too large for any: it replaces one of them
+    assert rows.num_bytes() == 2 * 128 + 6400
+    with rows.borrow() as take:
+        assert take(4, 8, torch.float32).untyped_storage().nbytes() == 128     # the smallest that fits
+        assert take(0, 8, torch.float32).shape == (0, 8)
+    with torch.inference_mode(), rows.borrow() as take:
+        made = take(1000, 8, torch.float32)
+    made.zero_()                                                 # not an inference tensor
 
 
 def test_matmul_precision_is_shared_waited_for_and_restored():

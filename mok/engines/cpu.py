@@ -8,6 +8,7 @@ travel at the same places: x rows before the first bracket, results (y rows; dx 
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -46,8 +47,9 @@ def shared_experts(math: TileMath, tensors: MoETensors, options: PassOptions) ->
 class SharedPass:
     """The shared experts of one pass on this rank's tokens: their tasks beside the routed experts', and what the sums need of them."""
 
-    def __init__(self, math: TileMath, tensors: MoETensors, options: PassOptions) -> None:
-        self.math, self.x, self.shared = math, tensors.x, tensors.shared
+    def __init__(self, math: TileMath, tensors: MoETensors, options: PassOptions, take: Callable[[int, int, torch.dtype], Tensor]) -> None:
+        """take(rows, columns, dtype) gives a buffer that lives as long as the pass."""
+        self.math, self.x, self.shared, self._take = math, tensors.x, tensors.shared, take
         self.experts = shared_experts(math, tensors, options)
         ends = [0]
         for experts in self.experts:
@@ -66,7 +68,7 @@ class SharedPass:
         """Tasks, and the rows they write for combine_tasks; z (T, z_width), or None, takes the pre-activations."""
         tasks, result = self.gate_tasks(), []
         for experts, columns, gate in zip(self.experts, self._columns, self.gates):
-            y = self.x.new_empty(self.x.shape)
+            y = self._take(self.x.shape[0], self.x.shape[1], self.x.dtype)
             tasks += experts.forward_tasks(Rows(self.x), y, None if z is None else z[:, columns])
             result.append(SharedRows(y, gate))
         return tasks, result
@@ -75,7 +77,7 @@ class SharedPass:
         """Tasks of the first bracket; gate_tasks must have run."""
         tasks: list[Task] = []
         for experts, columns, gate, want in zip(self.experts, self._columns, self.gates, _shared_wants(self, wants)):
-            rows = experts.backward_rows(self.x.shape[0], want)
+            rows = experts.backward_rows(self.x.shape[0], want, self._take)
             tasks += experts.backward_tasks(Rows(dy), gate, z[:, columns], want, rows)
             self._rows.append(rows)
         return tasks
@@ -140,11 +142,11 @@ class CpuEngine:
         _check_precision(options)
         math, x = TileMath(tensors.x.dtype), tensors.x
         (T, H), K = x.shape, tensors.topk_weights.shape[1]
-        with torch.no_grad(), math.precision():
-            experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options)
+        with torch.no_grad(), math.precision(), runtime.rows.borrow() as take:
+            experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options, take)
             saved = Saved(z=x.new_empty(plan.num_rows if options.save_for_backward else 0, 2 * experts.width),
                           shared_z=x.new_empty(T if options.save_for_backward else 0, shared.z_width))
-            y_rows = x.new_empty(plan.num_rows, H)
+            y_rows = take(plan.num_rows, H, x.dtype)
             journey = self._row_journey(plan, T, K)
             (x_rows,), _ = journey.dispatch("dispatch", [x])
             tasks = experts.forward_tasks(x_rows, y_rows, saved.z if options.save_for_backward else None)
@@ -163,10 +165,10 @@ class CpuEngine:
         math, x, grads = TileMath(tensors.x.dtype), tensors.x, Grads()
         (T, H), K = x.shape, tensors.topk_weights.shape[1]
         wants = _complete(wants, tensors)
-        with torch.no_grad(), math.precision():
-            experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options)
+        with torch.no_grad(), math.precision(), runtime.rows.borrow() as take:
+            experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options, take)
             want = ExpertWants(wants.x, wants.topk_weights, wants.w_gate_up, wants.w_down, wants.b_gate_up, wants.b_down)
-            rows = experts.backward_rows(plan.num_rows, want)
+            rows = experts.backward_rows(plan.num_rows, want, take)
             journey = self._row_journey(plan, T, K)
             sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if want.w_gate_up else [dy], tensors.topk_weights)
             dy_rows, x_rows = sources[0], sources[-1]                # without w_gate_up's gradient nobody reads x_rows

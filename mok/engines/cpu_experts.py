@@ -12,7 +12,7 @@ start at the segment's first row: where the segment lies, and how many threads t
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -133,12 +133,11 @@ class Experts:
     def _forward_tile(self, e: int, start: int, valid: int, rows: int, x: Rows, y: Tensor, z: Tensor | None, scratch: Scratch) -> None:
         math, w = self.math, self.weights
         x_tile = x.take(scratch, math, "x", start, valid, rows)
-        z_tile = math.rounded(scratch, "z", x_tile, self._w_gate_up(e), bias=None if w.b_gate_up is None else w.b_gate_up[e])
-        if z is not None:
-            z[start:start + valid].copy_(z_tile[:valid])
+        z_tile = math.rounded(scratch, "z", x_tile, self._w_gate_up(e), bias=None if w.b_gate_up is None else w.b_gate_up[e],
+                              out=None if z is None else z[start:start + valid])
         h = self.activation.forward(scratch, *self._gate_and_up(scratch, z_tile, rows))
-        y_tile = math.rounded(scratch, "y", self._operand(scratch, "h", h), self._w_down(e), bias=None if w.b_down is None else w.b_down[e])
-        y[start:start + valid].copy_(y_tile[:valid])
+        math.rounded(scratch, "y", self._operand(scratch, "h", h), self._w_down(e), bias=None if w.b_down is None else w.b_down[e],
+                     out=y[start:start + valid])
 
     def _gate_and_up(self, scratch: Scratch, z: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Both halves of z (valid, 2I) as contiguous (rows, I) tiles in the accumulation dtype, zeros below."""
@@ -159,10 +158,10 @@ class Experts:
 
     # backward
 
-    def backward_rows(self, num_rows: int, wants: ExpertWants) -> BackwardRows:
-        """The buffers that `wants` needs, unwritten."""
+    def backward_rows(self, num_rows: int, wants: ExpertWants, take: Callable[[int, int, torch.dtype], Tensor]) -> BackwardRows:
+        """The buffers that `wants` needs, unwritten; take(rows, columns, dtype) gives one."""
         def rows(wanted: bool, columns: int, dtype: torch.dtype) -> Tensor | None:
-            return torch.empty(num_rows, columns, dtype=dtype) if wanted else None
+            return take(num_rows, columns, dtype) if wanted else None
 
         H, I, dtype = self.hidden, self.width, self.math.dtype
         return BackwardRows(rows(wants.dx, H, dtype), rows(wants.d_weight, 1, self.math.acc),
@@ -191,7 +190,7 @@ class Experts:
             weight[valid:].zero_()
         dh = None
         if wants.dz or wants.d_weight:
-            dy_wide = math.widen(scratch, "dy.wide", dy.take(scratch, math, "dy", start, valid, rows))
+            dy_wide = dy.take_wide(scratch, math, "dy", start, valid, rows)
             dh = math.exact(scratch, "dh", dy_wide, self._w_down(e), flip=True)
         if wants.dz:
             assert dh is not None
@@ -214,7 +213,7 @@ class Experts:
             if out.dz is not None:
                 out.dz[here].copy_(dz[:valid])
             if out.dx is not None:
-                out.dx[here].copy_(math.rounded(scratch, "dx", dz, self._w_gate_up(e), flip=True)[:valid])
+                math.rounded(scratch, "dx", dz, self._w_gate_up(e), flip=True, out=out.dx[here])
 
     def weight_grad_tasks(self, x: Rows, dy: Rows, row_weights: Tensor | None, rows: BackwardRows, grads: WeightGrads) -> list[Task]:
         """Tasks that write (or add to) every tensor of `grads`; experts without rows get zeros (or are left alone)."""
@@ -265,8 +264,8 @@ def _outer_tile(math: TileMath, left: Rows, right: Rows, start: int, count: int,
     for first in range(0, count, CHUNK_ROWS):
         valid = min(CHUNK_ROWS, count - first)
         rows = -(-valid // CHUNK_ALIGN) * CHUNK_ALIGN
-        a = math.widen(scratch, "left.wide", left.take(scratch, math, "left", start + first, valid, rows))
-        b = math.widen(scratch, "right.wide", right.take(scratch, math, "right", start + first, valid, rows))
+        a = left.take_wide(scratch, math, "left", start + first, valid, rows)
+        b = right.take_wide(scratch, math, "right", start + first, valid, rows)
         product = math.outer(scratch, "outer", a, b)
         if total is not None:
             total.add_(product)

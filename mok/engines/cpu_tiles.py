@@ -34,7 +34,7 @@ from .protocol import accumulation_dtype
 TILE_ROWS = 256
 TAIL_ROWS = (32, 64, 128, 192)      # multiples of 32, so that no tile of an activation ends inside of a vector: a difference too rare to measure
 K_BLOCK = 128               # contraction of one fp32 call: oneDNN sums it in one chain, whose error at 2048 was 3 times that of MKL, which sums blocks
-OUTER_BLOCK = 256           # ... where precision does not ask for it: a.T is copied block by block inside, in cache: 4.9 ms against 7.0 at 512x1024x1024
+OUTER_BLOCK = 512           # ... where precision does not ask for it, of a.T @ b: a.T is copied block by block inside; 256 to 1024 took the same time
 DOT_COLUMNS = 128           # column tile of row_dot
 _PITCH = 16                 # elements; 64 bytes or 128
 
@@ -95,15 +95,22 @@ class TileMath:
             return tensor
         return self.buffer(scratch, name, tensor.shape[0], tensor.shape[1], self.acc).copy_(tensor)
 
-    def rounded(self, scratch: Scratch, name: str, a: Tensor, weight: Matrix, *, flip: bool = False, bias: Tensor | None = None) -> Tensor:
-        """round(a @ W.T + bias), with flip round(a @ W + bias): a (m, K_dim), bias (N,), all in the compute dtype -> (m, N)."""
+    def rounded(self, scratch: Scratch, name: str, a: Tensor, weight: Matrix, *, flip: bool = False, bias: Tensor | None = None,
+                out: Tensor | None = None) -> Tensor:
+        """round(a @ W.T + bias), with flip round(a @ W + bias): a (m, K_dim), bias (N,), all in the compute dtype -> (m, N).
+
+        out: rows (n, N), n <= m, that take the first n rows of the result as well.
+        """
         if self.direct and (bias is None or self._linear is not None or self.dtype == self.acc):
             data = self._aligned(scratch, weight)
-            return self._product(scratch, name, a, data.T if flip else data, bias)
+            return self._product(scratch, name, a, data.T if flip else data, bias, out)
         wide = self.exact(scratch, name + ".wide", self.widen(scratch, name + ".a", a), weight, flip=flip)
         if bias is not None:
             wide.add_(bias.to(self.acc))
-        return self.buffer(scratch, name, wide.shape[0], wide.shape[1]).copy_(wide)
+        result = self.buffer(scratch, name, wide.shape[0], wide.shape[1]).copy_(wide)
+        if out is not None:
+            out.copy_(result[:out.shape[0]])
+        return result
 
     def exact(self, scratch: Scratch, name: str, a: Tensor, weight: Matrix, *, flip: bool = False) -> Tensor:
         """a @ W.T, with flip a @ W: a (m, K_dim) in the accumulation dtype -> (m, N) in the accumulation dtype, not rounded further."""
@@ -123,13 +130,20 @@ class TileMath:
         data = weight.data
         return scratch.kept(weight.slot, weight.key, data, data.dtype) if data.data_ptr() % 64 else data
 
-    def _product(self, scratch: Scratch, name: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, scratch: Scratch, name: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if self._linear is not None and ((a.dtype == torch.float32 and self.mode == "ieee") or (a.dtype == torch.bfloat16 and bias is not None)):
             depth = K_BLOCK if self.dtype == torch.float32 else OUTER_BLOCK if a.stride(1) != 1 else a.shape[1]
-            return self._blocked(a, b, bias, depth, self._linear)
-        out = self.buffer(scratch, name, a.shape[0], b.shape[0], a.dtype)
-        torch.mm(a, b.T, out=out)
-        return out if bias is None else out.add_(bias)
+            result = self._blocked(a, b, bias, depth, self._linear)
+        elif out is not None and a.dtype == torch.bfloat16 and out.shape[0] == a.shape[0] and out.is_contiguous():
+            return torch.mm(a, b.T, out=out)             # straight to where it is wanted
+        else:
+            result = self.buffer(scratch, name, a.shape[0], b.shape[0], a.dtype)
+            torch.mm(a, b.T, out=result)
+            if bias is not None:
+                result.add_(bias)
+        if out is not None:
+            out.copy_(result[:out.shape[0]])
+        return result
 
     @staticmethod
     def _blocked(a: Tensor, b: Tensor, bias: Tensor | None, depth: int, linear: Callable[..., Tensor]) -> Tensor:
@@ -240,6 +254,15 @@ class Rows:
             torch.index_select(self.data, 0, self.index[start:start + valid], out=out[:valid])
         out[valid:].zero_()
         return out
+
+    def take_wide(self, scratch: Scratch, math: TileMath, name: str, start: int, valid: int, rows: int) -> Tensor:
+        """The same rows in the accumulation dtype."""
+        if self.data.dtype == math.acc:
+            return self.take(scratch, math, name, start, valid, rows)
+        wide = math.buffer(scratch, name, rows, self.data.shape[1], math.acc)
+        wide[:valid].copy_(self.data[start:start + valid] if self.index is None else self.take(scratch, math, name, start, valid, valid))
+        wide[valid:].zero_()
+        return wide
 
     def columns(self, first: int, last: int) -> Rows:
         """The same rows, columns first .. last."""

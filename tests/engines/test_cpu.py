@@ -20,7 +20,9 @@ SHARED = ((24, True), (7, False), (40, True))
 
 @pytest.fixture(autouse=True)
 def _unwritten_memory_is_nan():
-    """Every `empty` holds NaN, as memory that an earlier step used may."""
+    """Every `empty` and every buffer of earlier passes holds NaN, as memory that an earlier step used may."""
+    for buffer in runtime.rows._free:
+        buffer.fill_(255)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
