@@ -129,6 +129,11 @@ def test_a_forged_entry_is_located_by_replay(truth, name):
     assert found(replay(forge(truth, change), steps=5)) == (4, name)
 
 
+def test_a_forged_state_at_the_end_is_located_by_replay(truth):
+    name = "optimizer/exp_avg/blocks.0.moe.router.weight"
+    assert found(replay(forge(truth, lambda lines: lines[-1]["state"].update({name: "float32[1]:0"})))) == (9, name)
+
+
 def test_a_forged_length_is_located_by_replay(truth):
     def drop(lines):
         del lines[5]["entries"]["loss"]
