@@ -204,7 +204,7 @@ def test_case_A6(device, dtype):
 
         error = (stripes(got[name]) - stripes(truth[name])).norm(dim=1) / stripes(truth[name]).norm(dim=1)
         usual = (stripes(base[name]) - stripes(truth[name])).norm() / truth[name].norm()
-        assert error.max() < 3 * usual + torch.finfo(dtype).eps, f"{name}: stripe {int(error.argmax())} is off by {error.max():.2e}, usual {usual:.2e}"
+        assert error.max() < 2 * usual, f"{name}: stripe {int(error.argmax())} is off by {error.max():.2e}, usual {usual:.2e}"
     for schedule in schedules(device):
         assert_same_bits(run_scheduled(p, **schedule), got)
 
