@@ -78,7 +78,7 @@ def combine_digests(shards: Iterable[Digest]) -> Digest:
 
 @dataclass
 class DigestBatch:
-    """Digests of many tensors with one transfer from the device at the end. All tensors are on one device.
+    """Digests of many tensors, with one transfer from the device at the end. The tensors may be on several; the last one's does the rest.
 
     `add` reads the tensor at once and keeps no reference, so the tensor may be overwritten or freed right afterwards.
     """
@@ -117,8 +117,8 @@ class DigestBatch:
         """
         if not self._sums:
             return []
-        sums = torch.cat(self._sums, dim=1)
-        device = sums.device
+        device = self._sums[-1].device
+        sums = torch.cat([chunk_sums.to(device) for chunk_sums in self._sums], dim=1)
         counts = torch.tensor([chunk_sums.shape[1] for chunk_sums in self._sums])
         before = rows_before or [0] * len(self._sums)
         starts = torch.tensor([(first + more) * chunks_per_row for (first, chunks_per_row), more in zip(self._extents, before, strict=True)])

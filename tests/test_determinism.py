@@ -93,6 +93,9 @@ def test_a_gpu_gives_the_digest_of_a_cpu():
     for i, (dtype, shape) in enumerate(cases):
         tensor = random_bytes_tensor(dtype, shape, i)
         assert digest(tensor.cuda(), first_row=i) == digest(tensor, first_row=i)
+    batch = DigestBatch()
+    batch.add_all([torch.arange(5), torch.arange(7).cuda()])                  # a batch still on the CPU beside a model on the GPU
+    assert batch.finish() == [digest(torch.arange(5)), digest(torch.arange(7))]
 
 
 # --- what a digest must see ------------------------------------------------------------------------------------------------------------------
