@@ -147,7 +147,7 @@ def _report(command: str, processes: list[SpawnProcess], said: list[tuple[int, s
     if not any(statuses.values()):
         return 0
     if interrupted and all(status in (0, INTERRUPTED, -signal.SIGTERM) for status in statuses.values()):
-        if killed:
+        if killed or any(line for _, line in filter(None, said)):         # the second signal, or one before a rank could save anything
             print(f"mok {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     if not killed and all(outcome is not None and not outcome[1] for outcome in said):

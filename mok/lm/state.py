@@ -81,13 +81,13 @@ def load_model(folder: Path) -> LanguageModel:
         raise ValueError(f"checkpoint={str(folder)!r} is corrupt: its settings do not fit: {error}") from None
     model = LanguageModel(config, seed)
     saved = model_state(model)
-    parameters = model_state_names(model)
+    parameters = _parameter_names(model)
     moments = {f"optimizer.{moment}.{name}": saved.here()[f"model.{name}"].to("meta") for moment in MOMENTS for name in parameters}
     load_checkpoint(folder, saved.here(), moments)
     return model
 
 
-def model_state_names(model: LanguageModel) -> list[str]:
+def _parameter_names(model: LanguageModel) -> list[str]:
     """Names, without "model.", of what is a parameter and so has moments in a checkpoint."""
     layers, state = expert_layers(model), State()
     for name, parameter in model.named_parameters():

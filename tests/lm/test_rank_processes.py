@@ -36,7 +36,7 @@ def command(out: Path, *more: str, module: str = "mok") -> list[str]:
 
 def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                            env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+                            env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, start_new_session=True)
 
 
 def losses(run: Path) -> list[float]:
@@ -127,7 +127,7 @@ def running(pid: int) -> bool:
 def test_ctrl_c_stops_all_ranks_after_one_step_with_a_checkpoint(whole, tmp_path):
     process = start(command(tmp_path / "run", "--ranks", "2", "--steps", "100000", "--save-every", "1000000", "--json"))
     wait_until(lambda: process.poll() is not None or len(losses(tmp_path / "run")) >= 3, "three steps")
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)                            # as a terminal does: the launcher and all ranks get it
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
     done = len(losses(tmp_path / "run"))
