@@ -18,7 +18,7 @@ from .engines import engine_name, get_engine, get_group_engine
 from .engines.expert_parallel import agree_on_backward, build_group_plan
 from .engines.protocol import Grads, MainGrad, MoETensors, Passes, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
 from .group import ExpertGroup
-from .plan import RoutingPlan, empty_plan_like
+from .plan import RoutingPlan, empty_plan, empty_plan_like
 from .runtime import runtime
 
 
@@ -136,8 +136,8 @@ def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int
 @plan_op.register_fake
 def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
     if group_key:                                          # how many rows arrive is known when the ranks have spoken
-        total_tokens = cast(int, torch.library.get_ctx().new_dynamic_size())
-        plan = empty_plan_like(topk_ids, num_local_experts, total_tokens)
+        num_rows = cast(int, torch.library.get_ctx().new_dynamic_size())     # torch wants the unknown itself as a size, not a formula of it
+        plan = empty_plan(topk_ids, num_local_experts, num_rows)
         return [*plan.tensors(), torch.empty_like(plan.slot_to_row)]
     return empty_plan_like(topk_ids, num_local_experts, topk_ids.shape[0]).tensors()
 

@@ -172,12 +172,14 @@ def _first_experts(num_experts: int, world_size: int, device: torch.device) -> T
 
 def empty_plan_like(topk_ids: Tensor, num_local_experts: int, total_tokens: int, block_m: int = BLOCK_M) -> RoutingPlan:
     """A plan of the right shapes with unwritten contents: what a fake implementation returns and a GPU builder fills."""
-    K = topk_ids.shape[1]
-    R = plan_capacity(total_tokens * K, num_local_experts, block_m)
+    return empty_plan(topk_ids, num_local_experts, plan_capacity(total_tokens * topk_ids.shape[1], num_local_experts, block_m), block_m)
 
+
+def empty_plan(topk_ids: Tensor, num_local_experts: int, num_rows: int, block_m: int = BLOCK_M) -> RoutingPlan:
+    """`empty_plan_like` with R given instead of the tokens that it follows from."""
     def int32(*shape: int) -> Tensor:
         return topk_ids.new_empty(shape, dtype=torch.int32)
 
-    return RoutingPlan(row_to_slot=int32(R), row_to_rank=int32(R), slot_to_row=int32(topk_ids.shape[0] * K), tile_to_expert=int32(R // block_m),
-                       expert_offsets=topk_ids.new_empty(num_local_experts + 1, dtype=torch.int64), tokens_per_expert=int32(num_local_experts),
-                       num_tiles=int32(1))
+    return RoutingPlan(row_to_slot=int32(num_rows), row_to_rank=int32(num_rows), slot_to_row=int32(topk_ids.shape[0] * topk_ids.shape[1]),
+                       tile_to_expert=int32(num_rows // block_m), expert_offsets=topk_ids.new_empty(num_local_experts + 1, dtype=torch.int64),
+                       tokens_per_expert=int32(num_local_experts), num_tiles=int32(1))
