@@ -1,6 +1,6 @@
 """Compiles every variant of the Hopper kernels for a target, with no GPU, and reads registers, stack and spills from what ptxas made.
 
-`spills` counts STL and LDL instructions inside loops that contain HGMMA: the innermost natural loop around each HGMMA, found from the SASS's
+`spills` counts STL and LDL instructions inside loops that contain HGMMA: the innermost natural loops with HGMMA, found from the SASS's
 control flow by dominators. (Code between a backward branch and its target would not do: a barrier's retry code stands far outside its loop.)
 """
 from __future__ import annotations
@@ -17,7 +17,9 @@ TARGETS = {"sm_90a": 90}
 
 
 def compile_report(target: str = "sm_90a") -> list[dict[str, Any]]:
-    """One entry for each compiled variant: {kernel, registers, spills, stack_bytes, shared_bytes, mma_instructions}; names hold `forward`.
+    """One entry for each compiled variant: {kernel, registers, spills, stack_bytes, shared_bytes, mma_instructions}.
+
+    Names hold `forward` or `backward`.
 
     Raises ValueError for a target that these kernels are not written for, RuntimeError where Triton or its CUDA tools are missing.
     """
@@ -44,14 +46,15 @@ def problems(report: list[dict[str, Any]]) -> list[str]:
 def compile_variants(capability: int) -> list[tuple[str, Any]]:
     """(name, Triton's compiled kernel) of every production variant."""
     try:
-        from .launch import variants
+        from .backward_launch import variants as backward_variants
+        from .launch import variants as forward_variants
     except ImportError as error:
         raise RuntimeError(f"the Hopper kernels need Triton with Gluon, 3.6 or newer: {error}") from error
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import compile as triton_compile
 
     compiled = []
-    for name, source, options in variants():
+    for name, source, options in [*forward_variants(), *backward_variants()]:
         compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
     return compiled
 
@@ -89,16 +92,12 @@ def spills_in_multiply_loops(sass: str) -> int:
 
 
 def multiply_loops(sass: str) -> list[list[str]]:
-    """Instructions of the innermost natural loop around each HGMMA."""
+    """Instructions of each multiply loop: a natural loop that contains HGMMA and no smaller loop that does (so not the loop over tasks)."""
     blocks, successors = basic_blocks(sass)
-    loops = natural_loops(successors)
-    chosen = set()
-    for index, block in enumerate(blocks):
-        if any("HGMMA" in line for line in block):
-            around = [loop for loop in loops if index in loop]
-            if around:
-                chosen.add(min(around, key=len))
-    return [[line for index in sorted(loop) for line in blocks[index]] for loop in sorted(chosen, key=sorted)]
+    multiplying = {number for number, block in enumerate(blocks) if any("HGMMA" in line for line in block)}
+    loops = [loop for loop in natural_loops(successors) if loop & multiplying]
+    inner = [loop for loop in loops if not any(other < loop for other in loops)]
+    return [[line for number in sorted(loop) for line in blocks[number]] for loop in sorted(inner, key=sorted)]
 
 
 def basic_blocks(sass: str) -> tuple[list[list[str]], list[list[int]]]:
