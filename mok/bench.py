@@ -11,6 +11,7 @@ import datetime
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,12 +61,12 @@ class BareProducts:
 
 
 def bench_cpu(shapes: Sequence[Shape] = (CPU_SHAPE,), passes: Sequence[str] = CPU_PASSES, precisions: Sequence[str] = tuple(CPU_DTYPES), *,
-              command: str = "", block_s: float = _BLOCK_S, say: Say | None = None) -> dict:
+              command: str = "", block_s: float = _BLOCK_S, pause_s: float = 0.0, say: Say | None = None) -> dict:
     """Verify and time the CPU engine; returns the record that `mok bench --json` prints.
 
     Each result of impl "mok" has, beside the fields of every record, ratio_to_mm: its time over that of the bare products (lower is better),
     whose spread `spread` is, and executed: multiplied rows over needed ones. ratio_to_roof is the same ratio of speeds. block_s: seconds that
-    the layer runs in one block. Raises RuntimeError where a result is wrong, ValueError for an unknown pass or precision.
+    the layer runs in one block. pause_s: seconds of rest before each block. Raises RuntimeError where a result is wrong, ValueError for an unknown pass or precision.
     """
     for name, value, known in [("pass", which, CPU_PASSES) for which in passes] + [("precision", p, CPU_DTYPES) for p in precisions]:
         if value not in known:
@@ -83,21 +84,26 @@ def bench_cpu(shapes: Sequence[Shape] = (CPU_SHAPE,), passes: Sequence[str] = CP
                 f"executes {executed_ratio(case):.3f} x its FLOPs, padding included")
             products = BareProducts(case)
             for which in passes:
-                results += _measure(case, products, which, precision, block_s)
+                results += _measure(case, products, which, precision, block_s, pause_s)
                 say("  " + result_line(results[-1]))
     roofs = [result["tflops"] for result in results if result["impl"] == "torch.mm"]
     return {"date": datetime.date.today().isoformat(), "commit": source_commit(), "gpu": "none", "cpu": cpu_name(), "threads": torch.get_num_threads(),
             "torch": torch.__version__, "triton": "not used", "command": command, "roof_tflops": max(roofs, default=0.0), "results": results}
 
 
-def _measure(case: Case, products: BareProducts, which: str, precision: str, block_s: float) -> list[dict]:
+def _measure(case: Case, products: BareProducts, which: str, precision: str, block_s: float, pause_s: float) -> list[dict]:
     """The records of the bare products and of the layer for one pass, block by block in turn."""
     watch, shape = Stopwatch(torch.device("cpu")), case.shape
     bare, layer = products.run(which), case.calls("mok", which)
     for call in (bare, layer, layer):
         watch.ms(call, 1)
     count = max(1, round(block_s * 1e3 / watch.ms(layer, 1)))
-    blocks = [(watch.ms(bare, count), watch.ms(layer, count)) for _ in range(BLOCKS)]
+
+    def block(call: Callable[[], object]) -> float:
+        time.sleep(pause_s)
+        return watch.ms(call, count)
+
+    blocks = [(block(bare), block(layer)) for _ in range(BLOCKS)]
     ratios = sorted(layer_ms / bare_ms for bare_ms, layer_ms in blocks)
     middle = statistics.median(ratios)
 
@@ -107,7 +113,7 @@ def _measure(case: Case, products: BareProducts, which: str, precision: str, blo
 
     bare_ms, layer_ms = (statistics.median(side) for side in zip(*blocks))
     extra = {"ratio_to_mm": round(middle, 4), "executed": round(executed_ratio(case), 4)}
-    return [record("torch.mm", bare_ms, 1.0, max(abs(block[0] / bare_ms - 1) for block in blocks)),
+    return [record("torch.mm", bare_ms, 1.0, max(abs(ms / bare_ms - 1) for ms, _ in blocks)),
             record("mok", layer_ms, middle, max(ratios[-1] - middle, middle - ratios[0])) | extra]
 
 

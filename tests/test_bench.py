@@ -52,7 +52,7 @@ def test_ratio_is_that_of_the_median_block(monkeypatch):
     times = iter([1.0, 1.0, 1.0, 1.0, 10.0, 20.0, 10.0, 12.0, 10.0, 15.0, 20.0, 10.0, 10.0, 40.0])     # warm-up, then (bare, layer) of five blocks
     monkeypatch.setattr(bench.Stopwatch, "ms", lambda self, call, count: next(times))
     case = Case(SMALL, CPU, torch.float32)
-    bare, layer = bench._measure(case, BareProducts(case), "forward", "fp32", 1.0)
+    bare, layer = bench._measure(case, BareProducts(case), "forward", "fp32", 1.0, 0.0)
     assert layer["ratio_to_mm"] == 1.5 and layer["spread"] == 2.5 and layer["ms"] == 15.0 and bare["ms"] == 10.0
 
 
