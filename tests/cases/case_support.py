@@ -1,11 +1,15 @@
 """One input of the layer for a reported fault: seeded data, a run with every gradient, and the comparison with the float64 reference."""
 from __future__ import annotations
 
+import ctypes
 import gc
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from oracle import baseline_same_dtype, check_close
 from torch import Tensor
@@ -13,6 +17,7 @@ from torch import Tensor
 import mok
 from mok.reference import moe_reference
 
+needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="inductor needs a C++ compiler")
 WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 
 
@@ -193,6 +198,11 @@ def problem(topk_ids: Tensor, E: int, H: int, I: int, device: str, dtype: torch.
     return Problem(tensors, experts, draw(T, H), settings)
 
 
+def on_tensor_cores(device: str, size: int) -> int:
+    """An awkward size on a CPU, on a GPU the next multiple of 16, so that the fused kernel runs and not the engine for all other shapes."""
+    return size if device == "cpu" else -(-size // 16) * 16
+
+
 def routes_with_counts(counts: Sequence[int], K: int = 1, seed: int = 0) -> Tensor:
     """(sum(counts) / K, K) int64: expert e occurs counts[e] times, in random places."""
     flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -209,7 +219,7 @@ def random_routes(T: int, K: int, E: int, *, masked: float = 0.0, seed: int = 0)
 def peak_bytes(device: str, run: Callable[[], Any]) -> int:
     """How much more memory than before `run` needs at its fullest: of the GPU, or of this process as the operating system counts its pages.
 
-    On a CPU exact for buffers above 32 MiB, which the C library never keeps for reuse; smaller ones may come from memory that it holds.
+    On a CPU what the C library holds for reuse is given back first, so that every page that `run` touches anew counts.
     """
     gc.collect()
     if device != "cpu":
@@ -219,6 +229,9 @@ def peak_bytes(device: str, run: Callable[[], Any]) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    if sys.platform != "linux":
+        pytest.skip("the high-water mark of a process can be reset on Linux alone")
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")                                        # the high-water mark starts again from what is resident now
     before = _resident("VmRSS")

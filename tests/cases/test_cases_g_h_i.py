@@ -27,7 +27,7 @@ def test_case_G1(device, dtype):
     """transformers#43362, torchtitan#1974, Megatron-LM#5718: atomic adds in combine, dx or dw. Many runs, one result; K = E = 8."""
     T, H, I, repeats = (4096, 1024, 512, 100) if device == "cuda" else (301, 136, 72, 20)
     ids = torch.randint(-1, 8, (T, 8), generator=torch.Generator().manual_seed(0))             # repeated experts too: more to add up in one place
-    p = problem(ids, 8, H, I, device, dtype, biases=True, shared=(40, 24))
+    p = problem(ids, 8, H, I, device, dtype, biases=True, shared=(48, 16))
     first = p.run()
     for _ in range(repeats):
         assert_same_bits(p.run(), first)
@@ -36,7 +36,7 @@ def test_case_G1(device, dtype):
 def test_case_G2(device, dtype):
     """vllm#57016, #41480, #46639, Megatron-LM#6521: a token's result depended on the batch around it. Alone, in 2, 64 and 257, at any row."""
     H, I = (144, 80) if device == "cuda" else (129, 71)
-    whole = problem(random_routes(257, 2, 8, masked=0.1, seed=1), 8, H, I, device, dtype, biases=True, shared=(24,))
+    whole = problem(random_routes(257, 2, 8, masked=0.1, seed=1), 8, H, I, device, dtype, biases=True, shared=(32,))
     results = whole.run()
     per_token = ("x", "topk_ids", "topk_weights")
 
@@ -82,7 +82,7 @@ def stated_bytes(T: int, K: int, E: int, I: int, shared: tuple[int, ...], item: 
 
 
 @pytest.mark.parametrize("wanted", [("x", "topk_weights", "w_gate_up", "w_down"), ("x",), ("w_down",), ("topk_weights",)], ids="+".join)
-@pytest.mark.parametrize("shared", [(), (24, 8)], ids=["routed", "shared"])
+@pytest.mark.parametrize("shared", [(), (32, 16)], ids=["routed", "shared"])
 def test_case_H4(device, dtype, wanted, shared):
     """unsloth-zoo#838, #858: tensors kept for backward that it does not need. Kept is z and the plan, whatever is frozen, and not a byte more."""
     T, K, E, H, I = 1024, 2, 8, 64, 32
@@ -123,9 +123,9 @@ def test_case_H4_released_by_backward(device):
 @pytest.mark.parametrize("routing", ["one expert takes all", "balanced"])
 def test_case_H1(device, routing):
     """DeepEP#99, prime-rl#2368, vllm#57262: out of memory under skew, or a buffer of T * E: 134 million elements here, of any type too much."""
-    T, K, E, H, I = 131072, 1, 1024, 16, 8
+    T, K, E, H, I = 131072, 1, 1024, 16, 8 if device == "cpu" else 16
     ids = torch.full((T, K), 400) if routing == "one expert takes all" else random_routes(T, K, 64, seed=1) * 16
-    p = problem(ids, E, H, I, device, torch.float32)
+    p = problem(ids, E, H, I, device, torch.float32 if device == "cpu" else torch.bfloat16)
     p.changed(**{name: p[name][:64] for name in ("x", "topk_ids", "topk_weights")}, dy=p.dy[:64]).run()
     assert peak_bytes(device, p.run) < T * E
     # ... and the bound holds because the fault would be seen: a boolean of that size is
@@ -135,10 +135,10 @@ def test_case_H1(device, routing):
 def test_case_H1_skew_needs_no_more_than_balance(device):
     """H1's other half: memory is the worst case's from the start, so no routing needs more than another (up to what the C library keeps)."""
     T, K, E, H, I = 8192, 4, 8, 256, 128
-    balanced = problem(random_routes(T, K, E), E, H, I, device, torch.float32)
+    balanced = problem(random_routes(T, K, E), E, H, I, device, torch.float32 if device == "cpu" else torch.bfloat16)
     balanced.run()
     bound = peak_bytes(device, balanced.run)
-    assert bound > 32 * 2**20
+    assert bound > 16 * 2**20
     for ids in (torch.full((T, K), 0), torch.full((T, K), E - 1), torch.arange(T * K).view(T, K) // (T * K - 5)):
         assert peak_bytes(device, balanced.changed(topk_ids=ids.to(device)).run) < 1.25 * bound
 
