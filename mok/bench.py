@@ -65,8 +65,9 @@ def bench_cpu(shapes: Sequence[Shape] = (CPU_SHAPE,), passes: Sequence[str] = CP
     """Verify and time the CPU engine; returns the record that `mok bench --json` prints.
 
     Each result of impl "mok" has, beside the fields of every record, ratio_to_mm: its time over that of the bare products (lower is better),
-    whose spread `spread` is, and executed: multiplied rows over needed ones. ratio_to_roof is the same ratio of speeds. block_s: seconds that
-    the layer runs in one block. pause_s: seconds of rest before each block. Raises RuntimeError where a result is wrong, ValueError for an unknown pass or precision.
+    whose spread `spread` is, and executed: multiplied rows over needed ones. ratio_to_roof is the same ratio of speeds.
+    block_s: seconds that the layer runs in one block. pause_s: seconds of rest before each block. Raises RuntimeError where a result is
+    wrong, ValueError for an unknown pass or precision.
     """
     for name, value, known in [("pass", which, CPU_PASSES) for which in passes] + [("precision", p, CPU_DTYPES) for p in precisions]:
         if value not in known:
