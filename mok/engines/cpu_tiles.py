@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -193,13 +193,17 @@ def product_probe(math: TileMath, N: int, K_dim: int, *, exact: bool = False, fl
     """The product (m, K_dim) x (N, K_dim) of one of the kinds above, on random data."""
     key = ("product", N, K_dim, exact, flip, bias)
 
-    def run(scratch: Scratch, rows: Tensor) -> Tensor:
+    @cache
+    def operands() -> tuple[Matrix, Tensor | None]:
         generator = torch.Generator().manual_seed(1)
         data = torch.rand((K_dim, N) if flip else (N, K_dim), generator=generator, dtype=torch.float32).sub_(0.5).to(math.dtype)
-        weight = Matrix(data, "probe.weight", object())
+        added = torch.rand(N, generator=generator, dtype=torch.float32).to(math.dtype) if bias else None
+        return Matrix(data, "w_down", object()), added          # the slot of a real weight, so that no copy of its own stays behind
+
+    def run(scratch: Scratch, rows: Tensor) -> Tensor:
+        weight, added = operands()
         if exact:
             return math.exact(scratch, "probe.out", rows, weight, flip=flip)
-        added = torch.rand(N, generator=generator, dtype=torch.float32).to(math.dtype) if bias else None
         return math.rounded(scratch, "probe.out", rows, weight, flip=flip, bias=added)
 
     return Probe(key, K_dim, math.acc if exact else math.dtype, run)
