@@ -30,6 +30,7 @@ SIZES = {
     "groups that do not divide the tiles": dict(H=528, I=592, T=520, num_tiles=10, num_experts=4, group_tiles=4),
     "one tile": dict(H=16, I=16, T=1, num_tiles=1, num_experts=2, group_tiles=64),
     "no route": dict(H=256, I=96, T=20, num_tiles=0, num_experts=3, group_tiles=8),
+    "one shared expert": dict(H=64, I=48, T=200, num_tiles=3, num_experts=2, group_tiles=3, num_shared=1, I_0=272),
     "two shared experts": dict(H=272, I=176, T=300, num_tiles=7, num_experts=5, group_tiles=2, num_shared=2, I_0=80, I_1=336),
 }
 WANTS = {"all": ALL, "dx": 1, "d_topk_weights": 2, "dw_gate_up": 4, "dw_down": 8, "weights": 12, "biases": 48,

@@ -15,13 +15,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .backward_gemm import CHUNK, FINISHED, NUM_STAGES, QUEUE, REGLU, WAIT_FINISH, BackwardFlags, BackwardPipe, Out, Rows, Tasks, consume, producer, storer
-from .backward_move import Source, Sums, finish_dx, mover
-from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, make_schedule, shared_wants
+from .backward_consume import consume
+from .backward_load import producer
+from .backward_move import Source, Sums, mover
+from .backward_pipe import CHUNK, DH_DONE, DX_DONE, FINISHED, NUM_STAGES, QUEUE, REGLU, WAIT_AUDIT, WAIT_START, BackwardFlags, BackwardPipe, Out, Rows, Tasks
+from .backward_store import storer
+from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, all_dh_tasks, all_dx_tasks, make_schedule, shared_wants
 from .compat import reinterpret, thread_barrier
-from .forward import _begin_launch
 from .gemm import SET_HEADER
-from .sync import CONTROL_ABORT, add_release, load_acquire, wait_at_least
+from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
 
 MOVER_WARPS = 2
 POISON_PIECE = gl.constexpr(65536)
@@ -44,10 +46,10 @@ class BackwardConfig:
 
     def constexprs(self) -> dict[str, int]:
         return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows, "DEBUG": self.debug, "OMIT": self.omit,
-                "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 208, "HELPER_REGISTERS": 88}
+                "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 200, "HELPER_REGISTERS": 104}
 
 
-INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "state_capacity",
+INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "set_words",
             "group_tiles", "shared_results_row", "features", "wants", "activation"]
 # bits of `features`
 GATED = gl.constexpr(3)
@@ -56,11 +58,38 @@ INTO_MAIN_GRAD = gl.constexpr(8)
 
 
 @gluon.jit
-def _consumer(s, rows, flags, pipe, tasks, out, m, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr,
-              DEBUG: gl.constexpr):
-    consume(s, rows, flags, pipe, tasks, out, WG, ACT, STAGGER, OMIT, DEBUG)
-    if OMIT & 4 == 0:
-        finish_dx(s, rows, flags, m, 2, 4, DEBUG)
+def _begin_launch(state, set_words):
+    """This launch's counters, zeroed (rule 5: by their owner, inside the launch), after every CTA has arrived.
+
+    Both sets of the block are zeroed, so the forward kernel, which counts on the set that the launch before it left clean, may follow. What earlier
+    launches left behind, an aborted one too, cannot matter. The epoch that lets the CTAs go is the one that picks forward's set.
+    """
+    epoch = gl.load(state + CONTROL_EPOCH, volatile=True)
+    sets = state + CONTROL_WORDS
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    for i in range(gl.program_id(0) * 128, 2 * set_words, gl.num_programs(0) * 128):
+        gl.store(sets + i + lanes, lanes * 0, mask=i + lanes < 2 * set_words)
+    thread_barrier()                                     # this CTA has read the epoch and zeroed its share ...
+    arrived = gl.atomic_add(state + CONTROL_ARRIVED, 1, sem="acq_rel", scope="gpu")
+    if arrived == gl.num_programs(0) - 1:                # ... and so have all others: let them go
+        gl.store(state + CONTROL_ARRIVED, 0)
+        thread_barrier()
+        add_release(state + CONTROL_EPOCH, 1)
+    wait_at_least(state + CONTROL_EPOCH, epoch + 1, state, WAIT_START, arrived)
+    thread_barrier()
+    return sets + (epoch & 1) * set_words
+
+
+@gluon.jit
+def _audit(s, totals, state):
+    """The last CTA to finish checks that exactly the tasks that roles waited for were published; a mismatch is reported as a time-out is (rule 8)."""
+    finished = gl.atomic_add(totals + FINISHED, 1, sem="acq_rel", scope="gpu")
+    if finished == gl.num_programs(0) - 1:
+        dh, dx = load_acquire(totals + DH_DONE), load_acquire(totals + DX_DONE)
+        if dh != all_dh_tasks(s):
+            report_timeout(state, WAIT_AUDIT, finished, all_dh_tasks(s), dh)
+        elif dx != all_dx_tasks(s):
+            report_timeout(state, WAIT_AUDIT, finished, all_dx_tasks(s), dx)
 
 
 @gluon.jit(do_not_specialize=[*INTEGERS, "limit"])
@@ -71,7 +100,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      d_gate_1, d_up, d_down, d_shared_up_0, d_shared_down_0, d_shared_up_1, d_shared_down_1, gates, gate_slopes, partials,
                      topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
-                     capacity, state_capacity, group_tiles, shared_results_row, features, wants, activation, limit,
+                     capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit,
                      ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, DEBUG: gl.constexpr,
                      OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -104,7 +133,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
     s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants)
     # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts
-    totals = _begin_launch(state, state_capacity)
+    totals = _begin_launch(state, set_words)
     first = totals + SET_HEADER
     gates_ready = first + 2 * capacity + num_shared * s.token_tiles
     flags = BackwardFlags(totals, first, first + capacity, gates_ready, gates_ready + s.token_tiles, state, capacity)
@@ -114,8 +143,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
              d_gate_1, gate_slopes, K, E)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     gl.warp_specialize([
-        (_consumer, (s, rows, flags, pipe, tasks, out_0, m, 0, ACT, STAGGER, OMIT, DEBUG)),
-        (_consumer, (s, rows, flags, pipe, tasks, out_1, m, 1, ACT, STAGGER, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_0, 0, ACT, STAGGER, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_1, 1, ACT, STAGGER, OMIT, DEBUG)),
         (producer, (s, rows, flags, pipe, tasks, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
                     (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
@@ -124,10 +153,10 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
         (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
-    add_release(totals + FINISHED, 1)
+    _audit(s, totals, state)
     if load_acquire(state + CONTROL_ABORT) != 0:
         # Rule 8: after a time-out no output may look like a result. Whoever sees the flag helps, once nobody writes results any more.
-        wait_at_least(totals + FINISHED, gl.num_programs(0), state, WAIT_FINISH, T)
+        _all_finished(totals, state)
         thread_barrier()
         tickets = totals + FINISHED + 1
         into_main = (features & INTO_MAIN_GRAD) != 0
@@ -141,6 +170,14 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
         _poison(db_down, E.to(gl.int64) * H, (wants & WANT_BIAS_DOWN) != 0, tickets + 5)
         _poison_shared(d_shared_up_0, d_shared_down_0, d_gate_0, H, I_0, shared_wants(s, T * 0), tickets + 6)
         _poison_shared(d_shared_up_1, d_shared_down_1, d_gate_1, H, I_1, shared_wants(s, T * 0 + 1), tickets + 8)
+
+
+@gluon.jit
+def _all_finished(totals, state):
+    """Spin until every CTA has finished its roles, or for the spin limit; unlike wait_at_least this one is not cut short by the abort flag."""
+    start = clock(load_acquire(totals + FINISHED))
+    while (load_acquire(totals + FINISHED) < gl.num_programs(0)) & (clock(start) - start <= gl.load(state + CONTROL_LIMIT)):
+        start += 0
 
 
 @gluon.jit

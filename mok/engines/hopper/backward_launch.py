@@ -17,9 +17,9 @@ from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
 from .compat import COMPILE_OPTIONS
 from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, resident_blocks, rows_readable, tma_readable
-from .state import launch_state
+from .state import CONTROL_WORDS, launch_state
 
-CHUNK = 64                    # rows and columns of every box; equals backward_gemm.CHUNK
+CHUNK = 64                    # rows and columns of every box; equals backward_pipe.CHUNK
 COLUMN_TILE = 256             # equals backward_tasks.TILE_N
 VARIANTS = {"swiglu": 0, "clamped": 1, "geglu": 2, "reglu": 3}     # BackwardConfig.act of each compiled DH epilogue
 
@@ -102,7 +102,7 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
     if group_tiles is None:
         asked = options.overlap.minibatch_rows if options.overlap else None
-        group_tiles = asked // TILE if asked else (16 if tensors.w_down.shape[2] <= 8192 else 8)
+        group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
     with torch.cuda.device(tensors.x.device):
         arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, bits, group_tiles)
         constexprs = config.constexprs()
@@ -111,6 +111,15 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
         _backward_kernel[(blocks - reserve_sms,)](*arguments, **constexprs, **LAUNCH)
     return grads
+
+
+def default_group(H: int, I: int) -> int:
+    """Row tiles of a group: enough for 400 tasks (three to a multiprocessor) between a DH task and the DX tasks that need its dz, 8 to 64.
+
+    With fewer the DX tasks wait: a DH task takes 35 us there, and its epilogue cannot hide.
+    """
+    tasks_a_tile = -(-I // COLUMN_TILE) + -(-H // COLUMN_TILE)
+    return min(64, max(8, -(-400 // tasks_a_tile)))
 
 
 def _variant(options: PassOptions) -> str:
@@ -179,7 +188,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
-    state, state_capacity = launch_state(x.device, -(-(2 * (rows // TILE) + (count + 1) * token_tiles + E) // 4))
+    state, _ = launch_state(x.device, -(-(2 * (rows // TILE) + (count + 1) * token_tiles + E) // 4))
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
@@ -187,11 +196,12 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "gate_0": gate_weights[0] if count else None, "gate_1": gate_weights[1] if count > 1 else None,
         "d_gate_0": d_shared[0][2], "d_gate_1": d_shared[1][2], "d_up": grads.w_gate_up, "d_down": grads.w_down,
         "d_shared_up_0": d_shared[0][0], "d_shared_down_0": d_shared[0][1], "d_shared_up_1": d_shared[1][0], "d_shared_down_1": d_shared[1][1],
-        "gates": gates, "gate_slopes": gate_slopes, "partials": partials, "topk_weights": tensors.topk_weights.contiguous(), "row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row,
+        "gates": gates, "gate_slopes": gate_slopes, "partials": partials, "topk_weights": tensors.topk_weights.contiguous(),
+        "row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row,
         "tile_to_expert": plan.tile_to_expert, "expert_offsets": plan.expert_offsets, "tokens_per_expert": plan.tokens_per_expert,
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
-        "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "state_capacity": state_capacity,
+        "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": (state.numel() - CONTROL_WORDS) // 2,
         "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0), "wants": bits,
         "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]

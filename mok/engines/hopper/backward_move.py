@@ -10,7 +10,7 @@ number of warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .backward_gemm import COPY_PARTS, DH_DONE, DX_DONE, SLOTS_DONE, TICKET, WAIT_ALL_DH, WAIT_ALL_DX, WAIT_SLOTS, partials_of
+from .backward_pipe import COPY_PARTS, DH_DONE, DX_DONE, SLOTS_DONE, TICKET, WAIT_ALL_DH, WAIT_ALL_DX, WAIT_SLOTS, partials_of
 from .backward_tasks import (
     TILE_M,
     WANT_BIAS_DOWN,
@@ -21,6 +21,7 @@ from .backward_tasks import (
     all_dh_tasks,
     all_dx_tasks,
     dh_columns,
+    own,
     shared_wants,
 )
 from .compat import aggregate, thread_barrier
@@ -361,6 +362,7 @@ def _sloped_row(x, slopes, token, there, columns, inside):
 def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr,
           DEBUG: gl.constexpr):
     """Everything that the tensor cores do not do; dy and x are where those tensors lie."""
+    s = own(s)
     grid = gl.num_programs(0)
     if rows.gated != 0:
         _gates(s, rows, flags, x, m, NW, DEBUG)

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .compat import aggregate
+from .sync import fresh
 
 TILE_M = gl.constexpr(128)    # rows of a tile, the plan's alignment
 TILE_N = gl.constexpr(256)    # columns of a tile
@@ -90,6 +91,14 @@ def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_t
     pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2
     weight_phases = gl.where((wants & ANY_WEIGHT) != 0, 2 * (num_shared + num_experts), 0)
     return Schedule(H, I, I_0, I_1, T, num_tiles, token_tiles, group_tiles, shared_groups, pair_phases, pair_phases + weight_phases, num_shared, wants)
+
+
+@gluon.jit
+def own(s):
+    """The same schedule, hidden from the compiler's hoisting (see sync.fresh); every role begins so. Widths stay visible multiples of 16."""
+    return Schedule(fresh(s.H // 16) * 16, fresh(s.I // 16) * 16, fresh(s.I_0 // 16) * 16, fresh(s.I_1 // 16) * 16, fresh(s.T),
+                    fresh(s.num_tiles), fresh(s.token_tiles), fresh(s.group_tiles), fresh(s.shared_groups), fresh(s.pair_phases), fresh(s.num_phases),
+                    fresh(s.num_shared), fresh(s.wants))
 
 
 @gluon.jit

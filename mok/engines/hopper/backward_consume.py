@@ -1,0 +1,298 @@
+"""The consumers of the backward kernel: mainloops, the DH epilogue, and what happens to every other result."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .backward_pipe import (
+    CHUNK,
+    GEGLU,
+    NUM_STAGES,
+    PLAIN_SWIGLU,
+    REGLU,
+    TASK_END,
+    TASK_IDLE,
+    Z_STEPS,
+    partials_of,
+    phase_of,
+    pop_task,
+    stage_of,
+    unpack,
+)
+from .backward_tasks import (
+    DH,
+    DW_UP,
+    DX,
+    TILE_M,
+    TILE_N,
+    own,
+)
+from .compat import thread_barrier
+from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, activate
+from .sync import nap
+
+
+@gluon.jit
+def activate_both(g, u, activation, limit, ACT: gl.constexpr):
+    """(h, dh/dg, dh/du) in fp32. h is what gemm.activate gives, bit for bit: the same operations in the same order.
+
+    A clamp passes the gradient where its input lies within the limits, their ends included; a NaN counts as inside, so that it reaches the gradient.
+    """
+    if ACT == PLAIN_SWIGLU:
+        h = activate(g, u, ACT_SWIGLU_PLAIN, limit)
+        sigmoid = _reciprocal(1.0 + gl.exp2(g * -LOG2_E))   # as in activate, so the compiler computes it once
+        slope_u = g * sigmoid
+        slope_g = u * gl.fma(slope_u, 1.0 - sigmoid, sigmoid)
+    elif ACT == GEGLU:
+        h = activate(g, u, ACT_GEGLU, limit)
+        phi = 0.5 * (1.0 + gl.erf(g * 0.7071067811865476))
+        density = gl.exp2(g * g * (-0.5 * LOG2_E)) * 0.3989422804014327
+        slope_g = gl.fma(g, density, phi) * u
+        slope_u = g * phi
+    elif ACT == REGLU:
+        h = activate(g, u, ACT_REGLU, limit)
+        slope_g = gl.where(g > 0.0, u, 0.0)
+        slope_u = gl.where(g <= 0.0, 0.0, g)
+    else:
+        h = activate(g, u, activation, limit)
+        oai = activation == ACT_SWIGLU_OAI
+        alpha = gl.where(oai, 1.702, 1.0)
+        inside_g = (g > limit) == 0
+        inside_u = ((u > limit) | (u < -limit)) == 0
+        g = gl.where(inside_g, g, limit)
+        u = gl.where(u > limit, limit, gl.where(u < -limit, -limit, u))
+        u = gl.where(oai, u + 1.0, u)
+        sigmoid = _reciprocal(1.0 + gl.exp2(g * gl.where(oai, -1.702 * LOG2_E, -LOG2_E)))
+        slope_u = g * sigmoid
+        slope_g = gl.where(inside_g, u * sigmoid * gl.fma(alpha * g, 1.0 - sigmoid, 1.0), 0.0)
+        slope_u = gl.where(inside_u, slope_u, 0.0)
+    return h, slope_g, slope_u
+
+
+@gluon.jit
+def _z_step(dh, weight, valid, rows, pipe, it, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
+    """64 columns of the DH epilogue, in place: z_gate -> dz_gate, z_up -> dz_up, w*h beside them. Returns <dh, h> of each row.
+
+    Padding rows become zeros whatever z holds there: they are contracted over by the weight gradients.
+    """
+    EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    stage = stage_of(it)
+    mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
+    gate = pipe.a.index(2 * stage + WG)
+    up = pipe.chunks.index(4 * stage + WG)
+    g0, g1 = _halves(gate.load(LAYOUT), CHUNK, CHUNK, EIGHTH)
+    u0, u1 = _halves(up.load(LAYOUT), CHUNK, CHUNK, EIGHTH)
+    d0, d1 = _halves(dh, CHUNK, CHUNK, EIGHTH)
+    a0, b0, c0, part_0 = _dh_half(d0, g0, u0, weight, valid, rows, ACT, OMIT)
+    a1, b1, c1, part_1 = _dh_half(d1, g1, u1, weight, valid, rows, ACT, OMIT)
+    gate.store(_whole(a0, a1, LAYOUT))
+    up.store(_whole(b0, b1, LAYOUT))
+    pipe.chunks.index(4 * stage + 2 + WG).store(_whole(c0, c1, LAYOUT))
+    fence_async_shared()                                 # these ordinary stores before the TMA store of the storer
+    return part_0 + part_1
+
+
+@gluon.jit
+def _dh_half(dh, g, u, weight, valid, rows, ACT: gl.constexpr, OMIT: gl.constexpr):
+    """32 columns: (dz_gate, dz_up, w*h) in bf16 and <dh, h> of each row. Half a z-step at a time, for fewer registers beside the accumulators."""
+    g = gl.where(valid, g.to(gl.float32), 0.0)           # every activation gives h = 0 for z = 0, and weight and dh of padding are 0
+    u = gl.where(valid, u.to(gl.float32), 0.0)
+    if OMIT & 8 != 0:
+        h, slope_g, slope_u = u, g, u
+    else:
+        h, slope_g, slope_u = activate_both(g, u, rows.activation, rows.limit, ACT)
+    h = h.to(gl.bfloat16).to(gl.float32)
+    weighted = dh * weight
+    return (weighted * slope_g).to(gl.bfloat16), (weighted * slope_u).to(gl.bfloat16), (h * weight).to(gl.bfloat16), gl.sum(dh * h, 1)
+
+
+@gluon.jit
+def _whole(left, right, LAYOUT: gl.constexpr):
+    """The inverse of _halves: 64 x 64 from two 64 x 32, in the registers that hold them."""
+    return gl.convert_layout(gl.join(left, right).permute(0, 2, 1).reshape([CHUNK, CHUNK]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """k-steps begin..end-1 of a task: one step stays in flight while the stage of the one before it is given back."""
+    for k in range(begin, end):
+        stage = stage_of(it)
+        mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
+        a = pipe.a.index(2 * stage + WG)
+        if TRANSPOSED:
+            a = a.permute((1, 0))
+        acc = warpgroup_mma(a, pipe.b.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(pipe.load_empty.index(stage_of(it + NUM_STAGES - 1)), pred=k > 0)
+        it += 1
+    return acc, it
+
+
+@gluon.jit
+def _multiply_all(pipe, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """All k-steps of a task, as four 64 x 64 quarters of its result; consumer 0 tells consumer 1 when it may start."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
+    if STAGGER > 0 and WG == 0:
+        first = gl.minimum(steps, STAGGER)
+        acc, it = _multiply(pipe, acc, it, 0, first, WG, TRANSPOSED)
+        mbarrier.arrive(pipe.lead.index(0), pred=staggered)
+        acc, it = _multiply(pipe, acc, it, first, steps, WG, TRANSPOSED)
+    else:
+        acc, it = _multiply(pipe, acc, it, 0, steps, WG, TRANSPOSED)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(pipe.load_empty.index(stage_of(it + NUM_STAGES - 1)), pred=steps > 0)
+    left, right = _halves(acc, CHUNK, TILE_N, HALF)
+    q0, q1 = _halves(left, CHUNK, TILE_N // 2, QUARTER)
+    q2, q3 = _halves(right, CHUNK, TILE_N // 2, QUARTER)
+    return q0, q1, q2, q3, it
+
+
+@gluon.jit
+def _add_chunk(value, target, row, column, stride, row_limit, column_limit, LAYOUT: gl.constexpr):
+    """target[row.., column..] += 64 x 64 values in fp32: each element has this one owner, so plain loads and stores do."""
+    r = row + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    c = column + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+    where = target + (r.to(gl.int64) * stride)[:, None] + c[None, :]
+    inside = (r < row_limit)[:, None] & (c < column_limit)[None, :]
+    gl.store(where, gl.load(where, mask=inside, other=0.0) + value, mask=inside)
+
+
+@gluon.jit
+def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.constexpr, WG: gl.constexpr):
+    """Adds a routed weight gradient's 64 x 256 values to the fp32 accumulators."""
+    q0, q1, q2, q3 = quarters
+    half_tiles = gl.cdiv(s.I, TILE_M)
+    half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
+    row = (tile - half * half_tiles) * TILE_M + WG * CHUNK
+    row_limit = gl.where(kind == DW_UP, s.I, s.H)
+    width = gl.where(kind == DW_UP, s.H, s.I)
+    target = gl.where(kind == DW_UP, rows.main_up + (2 * expert + half).to(gl.int64) * s.I * s.H, rows.main_down + expert.to(gl.int64) * s.H * s.I)
+    at = column * TILE_N
+    _add_chunk(q0, target, row, at, width, row_limit, width, LAYOUT)
+    _add_chunk(q1, target, row, at + CHUNK, width, row_limit, width, LAYOUT)
+    _add_chunk(q2, target, row, at + 2 * CHUNK, width, row_limit, width, LAYOUT)
+    _add_chunk(q3, target, row, at + 3 * CHUNK, width, row_limit, width, LAYOUT)
+
+
+@gluon.jit
+def _routes(rows, slot, tile, is_dh, LAYOUT: gl.constexpr, WG: gl.constexpr):
+    """Route of each of a routed DH task's 64 rows, -1 = padding; loaded before the multiplication, so that it is there when the epilogue begins."""
+    row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    return gl.load(rows.row_to_slot + row, mask=(row >= 0) & is_dh & (slot < 0), other=-1)
+
+
+@gluon.jit
+def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr,
+                 OMIT: gl.constexpr):
+    """The four z-steps of a DH task and its partials of d_topk_weights (of the gate's gradient, for a shared expert)."""
+    q0, q1, q2, q3 = quarters
+    row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    valid = route >= 0
+    weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
+    if slot >= 0:
+        # the movers' gates: the producer acquired their counter before it announced this task's first stage
+        valid = row < s.T
+        weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
+        if ((rows.gated >> slot) & 1) != 0:
+            weight = gl.load(rows.gates + slot * s.token_tiles * TILE_M + row, mask=valid, other=0.0)
+    # the same values for every column: rows belong to the same threads in the layout of half a z-step
+    EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    w = gl.convert_layout(weight, gl.SliceLayout(1, EIGHTH), assert_trivial=True)[:, None]
+    v = gl.convert_layout(valid, gl.SliceLayout(1, EIGHTH), assert_trivial=True)[:, None]
+    part = _z_step(q0, w, v, rows, pipe, it, LAYOUT, WG, ACT, OMIT)
+    mbarrier.arrive(pipe.z_done.index(stage_of(it)))
+    part += _z_step(q1, w, v, rows, pipe, it + 1, LAYOUT, WG, ACT, OMIT)
+    mbarrier.arrive(pipe.z_done.index(stage_of(it + 1)))
+    part += _z_step(q2, w, v, rows, pipe, it + 2, LAYOUT, WG, ACT, OMIT)
+    mbarrier.arrive(pipe.z_done.index(stage_of(it + 2)))
+    part += _z_step(q3, w, v, rows, pipe, it + 3, LAYOUT, WG, ACT, OMIT)
+    part = gl.convert_layout(part, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    gl.store(partials_of(s, rows, flags, slot, column, row), part, mask=valid)
+    thread_barrier()                                     # the partials of all threads before the storer's release, through this arrival
+    mbarrier.arrive(pipe.z_done.index(stage_of(it + 3)))
+    return it + Z_STEPS
+
+
+@gluon.jit
+def _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG: gl.constexpr):
+    """A 64 x 256 result, rounded, to the storer: left half in this consumer's own chunks, right half in the store step's stage."""
+    stage = stage_of(it)
+    mbarrier.wait(out.empty, (handed & 1) ^ 1)
+    out.chunks.index(0).store(q0.to(gl.bfloat16))
+    out.chunks.index(1).store(q1.to(gl.bfloat16))
+    mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
+    pipe.a.index(2 * stage + WG).store(q2.to(gl.bfloat16))
+    pipe.chunks.index(4 * stage + WG).store(q3.to(gl.bfloat16))
+    fence_async_shared()                                 # these ordinary stores before the TMA stores of the storer
+    mbarrier.arrive(out.full)
+    return it + 1, handed + 1
+
+
+@gluon.jit
+def consume(s, rows, flags, pipe, tasks, out, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    """All GEMM tasks of this CTA, rows 64*WG.. of each.
+
+    Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
+    """
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    s = own(s)
+    it = gl.program_id(0) * 0
+    handed = it
+    leads = it
+    count = it
+    bits, tile, steps, expert = pop_task(tasks, count, 4)
+    while (bits & TASK_END) == 0:
+        kind, slot, column = unpack(bits)
+        route = _routes(rows, slot, tile, kind == DH, QUARTER, WG)
+        nap(tile + column + WG * 7, DEBUG)
+        # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
+        staggered = steps >= NUM_STAGES
+        if STAGGER > 0 and WG == 1:
+            mbarrier.wait(pipe.lead.index(0), leads & 1, pred=staggered)
+            leads += staggered.to(gl.int32)
+        idle = False
+        if WG == 1:
+            idle = (bits & TASK_IDLE) != 0
+        if idle:
+            it, handed = _pass_through(pipe, out, kind, steps, it, handed)
+        elif kind <= DX:
+            # The two branches share no code on purpose: accumulators that meet behind a branch make ptxas wait after every single wgmma
+            # (its message C7515; measured 0.58 of the roof instead of 0.8).
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False)
+            if kind == DH:
+                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, OMIT)
+            else:
+                it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+        else:
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True)
+            if (slot < 0) & (rows.into_main_grad != 0):
+                if steps > 0:
+                    _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
+            else:
+                it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+        count += 1
+        bits, tile, steps, expert = pop_task(tasks, count, 4)
+
+
+@gluon.jit
+def _pass_through(pipe, out, kind, steps, it, handed):
+    """An idle consumer's part in a task: every barrier, nothing else. A waiter that skipped a phase would mistake the next one for it."""
+    for _ in range(steps):
+        stage = stage_of(it)
+        mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
+        mbarrier.arrive(pipe.load_empty.index(stage))
+        it += 1
+    for _ in range(gl.where(kind == DH, Z_STEPS, 0)):
+        stage = stage_of(it)
+        mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
+        mbarrier.arrive(pipe.z_done.index(stage))
+        it += 1
+    if kind == DX:
+        mbarrier.wait(out.empty, (handed & 1) ^ 1)
+        mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
+        mbarrier.arrive(out.full)
+        handed += 1
+        it += 1
+    return it, handed

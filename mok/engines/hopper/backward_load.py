@@ -1,0 +1,244 @@
+"""The producer of the backward kernel: walks the task sequence, waits for inputs, loads both operands by TMA, and tells the other roles."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .backward_pipe import (
+    CHUNK,
+    COPY_PARTS,
+    DH_DONE,
+    NUM_STAGES,
+    STEP_BYTES,
+    TASK_COLUMN,
+    TASK_END,
+    TASK_IDLE,
+    WAIT_ALL_DH,
+    WAIT_DY,
+    WAIT_DZ,
+    WAIT_X,
+    Z_BYTES,
+    Z_STEPS,
+    has_store_step,
+    k_steps,
+    phase_of,
+    push_task,
+    stage_of,
+)
+from .backward_tasks import (
+    BLOCK_K,
+    DH,
+    DW_UP,
+    DX,
+    TILE_M,
+    TILE_N,
+    all_dh_tasks,
+    counter_of,
+    dh_columns,
+    locate,
+    own,
+    seek,
+    width_of,
+)
+from .compat import tma_load
+from .gemm import second_half_is_padding
+from .sync import fence_proxy, load_acquire, nap, wait_at_least
+
+
+@gluon.jit
+def _stage(pipe, it, BYTES: gl.constexpr):
+    """Wait for a stage to be free and announce its bytes: (stage, its barrier)."""
+    stage = stage_of(it)
+    mbarrier.wait(pipe.load_empty.index(stage), phase_of(it) ^ 1)
+    ready = pipe.load_ready.index(stage)
+    mbarrier.expect(ready, BYTES)
+    return stage, ready
+
+
+@gluon.jit
+def _box(desc, part, row, column, ready, chunk, RANK: gl.constexpr):
+    """One 64 x 64 box; `part` is the leading coordinate (half or expert) of descriptors of rank 3."""
+    if RANK == 2:
+        tma_load(desc, [row, column], ready, chunk)
+    else:
+        tma_load(desc, [part, row, column], ready, chunk.reshape([1, CHUNK, CHUNK]))
+
+
+@gluon.jit
+def _load_dh(dy_desc, w_desc, z_desc, expert, dy_row, z_row, column, steps, pipe, it, next_counter, RANK_W: gl.constexpr):
+    """A = 128 rows of dy; B = 64 rows (of H) x 256 columns of w_down[expert]; then the z-steps. The next task's counter is polled on the way."""
+    next_seen = it * 0 - 1
+    for k in range(steps):
+        stage, ready = _stage(pipe, it, STEP_BYTES)
+        for w in gl.static_range(2):
+            _box(dy_desc, 0, dy_row + w * CHUNK, k * BLOCK_K, ready, pipe.a.index(2 * stage + w), 2)
+        for j in gl.static_range(4):
+            _box(w_desc, expert, k * BLOCK_K, column * TILE_N + j * CHUNK, ready, pipe.chunks.index(4 * stage + j), RANK_W)
+        it += 1
+        if k == NUM_STAGES - 1:
+            next_seen = load_acquire(next_counter)
+    for c in range(Z_STEPS):
+        stage, ready = _stage(pipe, it, Z_BYTES)
+        at = column * TILE_N + c * CHUNK
+        for w in gl.static_range(2):
+            _box(z_desc, 0, z_row + w * CHUNK, at, ready, pipe.a.index(2 * stage + w), 3)
+            _box(z_desc, 1, z_row + w * CHUNK, at, ready, pipe.chunks.index(4 * stage + w), 3)
+        it += 1
+    return it, next_seen
+
+
+@gluon.jit
+def _load_dx(dz_desc, w_desc, expert, dz_row, column, steps, pipe, it, next_counter, RANK_W: gl.constexpr):
+    """A = 128 rows of dz; B = 64 rows (of 2I, first all of gate, then all of up) x 256 columns of w_gate_up[expert]."""
+    next_seen = it * 0 - 1
+    for k in range(steps):
+        stage, ready = _stage(pipe, it, STEP_BYTES)
+        half = (2 * k >= steps).to(gl.int32)
+        at = (k - half * (steps // 2)) * BLOCK_K
+        for w in gl.static_range(2):
+            _box(dz_desc, half, dz_row + w * CHUNK, at, ready, pipe.a.index(2 * stage + w), 3)
+        for j in gl.static_range(4):
+            chunk = pipe.chunks.index(4 * stage + j)
+            if RANK_W == 4:
+                tma_load(w_desc, [expert, half, at, column * TILE_N + j * CHUNK], ready, chunk.reshape([1, 1, CHUNK, CHUNK]))
+            else:
+                tma_load(w_desc, [half, at, column * TILE_N + j * CHUNK], ready, chunk.reshape([1, CHUNK, CHUNK]))
+        it += 1
+        if k == NUM_STAGES - 1:
+            next_seen = load_acquire(next_counter)
+    return it, next_seen
+
+
+@gluon.jit
+def _load_weight(a_desc, b_desc, part, a_row, a_column, b_row, b_column, steps, pipe, it, next_counter, RANK_A: gl.constexpr):
+    """A = 64 rows of (dz or dy) x 128 columns, B = the same rows of (x or w*h) x 256 columns."""
+    next_seen = it * 0 - 1
+    for k in range(steps):
+        stage, ready = _stage(pipe, it, STEP_BYTES)
+        for w in gl.static_range(2):
+            _box(a_desc, part, a_row + k * BLOCK_K, a_column + w * CHUNK, ready, pipe.a.index(2 * stage + w), RANK_A)
+        for j in gl.static_range(4):
+            _box(b_desc, 0, b_row + k * BLOCK_K, b_column + j * CHUNK, ready, pipe.chunks.index(4 * stage + j), 2)
+        it += 1
+        if k == NUM_STAGES - 1:
+            next_seen = load_acquire(next_counter)
+    return it, next_seen
+
+
+@gluon.jit
+def _store_step(pipe, it):
+    """Hand one free stage to the consumers for their results: no bytes, so its barrier completes with this arrival."""
+    stage = stage_of(it)
+    mbarrier.wait(pipe.load_empty.index(stage), phase_of(it) ^ 1)
+    mbarrier.arrive(pipe.load_ready.index(stage))
+    return it + 1
+
+
+@gluon.jit
+def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh):
+    """(counter, target, what) that a task's operands wait for; a weight gradient's dz, dy and w*h are there when all DH tasks are (all_dh)."""
+    gated = (slot >= 0) & (((rows.gated >> gl.maximum(slot, 0)) & 1) != 0)
+    dh_pointer = gl.where(slot < 0, flags.dy_ready, flags.gates_ready) + tile
+    dh_target = gl.where((slot < 0) | gated, COPY_PARTS, 0)
+    dx_pointer = flags.dh_ready + counter_of(s, slot, gl.where(kind == DX, tile, 0), flags.capacity)
+    routed_up = (kind == DW_UP) & (slot < 0)
+    weight_pointer = gl.where(routed_up, flags.x_ready + expert, flags.totals + DH_DONE)
+    weight_target = gl.where(routed_up, x_pieces, all_dh)
+    counter = gl.where(kind == DX, dx_pointer, gl.where(kind == DH, dh_pointer, weight_pointer))
+    target = gl.where(kind == DX, dh_columns(s, slot), gl.where(kind == DH, dh_target, weight_target))
+    return counter, target
+
+
+@gluon.jit
+def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh):
+    """Rules 1 and 2, reader: acquire by polling, before the proxy fence and the TMA loads of the same thread."""
+    if seen < target:
+        if kind == DH:
+            wait_at_least(counter, target, flags.control, WAIT_DY, tile)
+        elif kind == DX:
+            wait_at_least(counter, target, flags.control, WAIT_DZ, tile)
+        else:
+            wait_at_least(counter, target, flags.control, WAIT_X, tile)
+    if (kind == DW_UP) & (slot < 0):
+        wait_at_least(flags.totals + DH_DONE, all_dh, flags.control, WAIT_ALL_DH, tile)
+
+
+@gluon.jit
+def _plan_of(s, rows, phase, kind, slot, tile, expert):
+    """(expert, its rows, its first row, pieces of x that its rows take) of a task; zeros where that does not apply."""
+    live = phase < s.num_phases
+    routed_pair = live & (kind <= DX) & (slot < 0)
+    weight = live & (kind >= DW_UP) & (slot < 0)
+    e = gl.where(routed_pair, gl.load(rows.tile_to_expert + tile, mask=routed_pair, other=0), gl.where(weight, expert, 0))
+    tokens = gl.load(rows.tokens_per_expert + e, mask=weight, other=0)
+    first = gl.load(rows.expert_offsets + e, mask=weight, other=0).to(gl.int32)
+    return e, tokens, first
+
+
+@gluon.jit
+def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, DEBUG: gl.constexpr):
+    """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
+    tokens_desc = (dy, x, shared dz, shared wh)."""
+    s = own(s)
+    dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc = routed
+    shared_z_0, shared_up_0, shared_down_0 = shared_0
+    shared_z_1, shared_up_1, shared_down_1 = shared_1
+    dy_desc, x_desc, shared_dz_desc, shared_wh_desc = tokens_desc
+    it = gl.program_id(0) * 0
+    grid = gl.num_programs(0)
+    all_dh = all_dh_tasks(s)
+    phase, index = seek(s, it, gl.program_id(0))
+    kind, slot, tile, column, expert = locate(s, phase, index)
+    expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
+    idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
+    seen = it - 1
+    count = it
+    while phase < s.num_phases:
+        steps = k_steps(s, kind, slot, tokens)
+        push_task(tasks, count, kind + (slot + 1) * 4 + gl.where(idle, TASK_IDLE, 0) + column * TASK_COLUMN, tile, steps, expert)
+        count += 1
+        next_phase, next_index = seek(s, phase, index + grid)
+        next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index)
+        next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
+        next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
+        counter, target = _input_counter(s, rows, flags, kind, slot, tile, expert, gl.cdiv(tokens, TILE_M) * COPY_PARTS, all_dh)
+        next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh)
+        next_counter = gl.where(next_phase < s.num_phases, next_counter, counter)
+        nap(index + phase, DEBUG)
+        _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh)
+        fence_proxy(tile)
+        shared_row = slot * s.token_tiles * TILE_M
+        if kind == DH:
+            row = tile * TILE_M
+            if slot < 0:
+                it, seen = _load_dh(dy_rows_desc, down_desc, z_desc, expert, row, row, column, steps, pipe, it, next_counter, 3)
+            elif slot == 0:
+                it, seen = _load_dh(dy_desc, shared_down_0, shared_z_0, expert, row, row, column, steps, pipe, it, next_counter, 2)
+            else:
+                it, seen = _load_dh(dy_desc, shared_down_1, shared_z_1, expert, row, row, column, steps, pipe, it, next_counter, 2)
+        elif kind == DX:
+            row = tile * TILE_M
+            if slot < 0:
+                it, seen = _load_dx(dz_desc, up_desc, expert, row, column, steps, pipe, it, next_counter, 4)
+            elif slot == 0:
+                it, seen = _load_dx(shared_dz_desc, shared_up_0, expert, row + shared_row, column, steps, pipe, it, next_counter, 3)
+            else:
+                it, seen = _load_dx(shared_dz_desc, shared_up_1, expert, row + shared_row, column, steps, pipe, it, next_counter, 3)
+        elif kind == DW_UP:
+            half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
+            half = (tile >= half_tiles).to(gl.int32)
+            at = (tile - half * half_tiles) * TILE_M
+            if slot < 0:
+                it, seen = _load_weight(dz_desc, x_rows_desc, half, first, at, first, column * TILE_N, steps, pipe, it, next_counter, 3)
+            else:
+                it, seen = _load_weight(shared_dz_desc, x_desc, half, shared_row, at, 0, column * TILE_N, steps, pipe, it, next_counter, 3)
+        else:
+            at = tile * TILE_M
+            if slot < 0:
+                it, seen = _load_weight(dy_rows_desc, wh_desc, 0, first, at, first, column * TILE_N, steps, pipe, it, next_counter, 2)
+            else:
+                it, seen = _load_weight(dy_desc, shared_wh_desc, 0, 0, at, shared_row, column * TILE_N, steps, pipe, it, next_counter, 2)
+        if has_store_step(rows, kind, slot):
+            it = _store_step(pipe, it)
+        phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
+        expert, tokens, first, idle = next_expert, next_tokens, next_first, next_idle
+    push_task(tasks, count, it * 0 + TASK_END, it, it, it)
