@@ -64,38 +64,40 @@ def _box(desc, part, row, column, ready, chunk, RANK: gl.constexpr):
 
 
 @gluon.jit
-def _load_dh(dy_desc, w_desc, z_desc, expert, dy_row, z_row, column, steps, pipe, it, next_counter, RANK_W: gl.constexpr):
-    """A = 128 rows of dy; B = 64 rows (of H) x 256 columns of w_down[expert]; then the z-steps. The next task's counter is polled on the way."""
-    next_seen = it * 0 - 1
-    for k in range(steps):
+def _load_dh(dy_desc, w_desc, expert, row, column, begin, end, pipe, it, RANK_W: gl.constexpr):
+    """k-steps begin..end-1 of DH: A = 128 rows of dy, B = 64 rows (of H) x 256 columns of w_down[expert]."""
+    for k in range(begin, end):
         stage, ready = _stage(pipe, it, STEP_BYTES)
         for w in gl.static_range(2):
-            _box(dy_desc, 0, dy_row + w * CHUNK, k * BLOCK_K, ready, pipe.a.index(2 * stage + w), 2)
+            _box(dy_desc, 0, row + w * CHUNK, k * BLOCK_K, ready, pipe.a.index(2 * stage + w), 2)
         for j in gl.static_range(4):
             _box(w_desc, expert, k * BLOCK_K, column * TILE_N + j * CHUNK, ready, pipe.chunks.index(4 * stage + j), RANK_W)
         it += 1
-        if k == NUM_STAGES - 1:
-            next_seen = load_acquire(next_counter)
+    return it
+
+
+@gluon.jit
+def _load_z(z_desc, row, column, pipe, it):
+    """The z-steps that end a DH task."""
     for c in range(Z_STEPS):
         stage, ready = _stage(pipe, it, Z_BYTES)
         at = column * TILE_N + c * CHUNK
         for w in gl.static_range(2):
-            _box(z_desc, 0, z_row + w * CHUNK, at, ready, pipe.a.index(2 * stage + w), 3)
-            _box(z_desc, 1, z_row + w * CHUNK, at, ready, pipe.chunks.index(4 * stage + w), 3)
+            _box(z_desc, 0, row + w * CHUNK, at, ready, pipe.a.index(2 * stage + w), 3)
+            _box(z_desc, 1, row + w * CHUNK, at, ready, pipe.chunks.index(4 * stage + w), 3)
         it += 1
-    return it, next_seen
+    return it
 
 
 @gluon.jit
-def _load_dx(dz_desc, w_desc, expert, dz_row, column, steps, pipe, it, next_counter, RANK_W: gl.constexpr):
-    """A = 128 rows of dz; B = 64 rows (of 2I, first all of gate, then all of up) x 256 columns of w_gate_up[expert]."""
-    next_seen = it * 0 - 1
-    for k in range(steps):
+def _load_dx(dz_desc, w_desc, expert, row, column, steps, begin, end, pipe, it, RANK_W: gl.constexpr):
+    """k-steps begin..end-1 of DX's `steps`: A = 128 rows of dz, B = 64 rows (of 2I, first all of gate, then all of up) x 256 columns of w_gate_up."""
+    for k in range(begin, end):
         stage, ready = _stage(pipe, it, STEP_BYTES)
         half = (2 * k >= steps).to(gl.int32)
         at = (k - half * (steps // 2)) * BLOCK_K
         for w in gl.static_range(2):
-            _box(dz_desc, half, dz_row + w * CHUNK, at, ready, pipe.a.index(2 * stage + w), 3)
+            _box(dz_desc, half, row + w * CHUNK, at, ready, pipe.a.index(2 * stage + w), 3)
         for j in gl.static_range(4):
             chunk = pipe.chunks.index(4 * stage + j)
             if RANK_W == 4:
@@ -103,25 +105,59 @@ def _load_dx(dz_desc, w_desc, expert, dz_row, column, steps, pipe, it, next_coun
             else:
                 tma_load(w_desc, [half, at, column * TILE_N + j * CHUNK], ready, chunk.reshape([1, CHUNK, CHUNK]))
         it += 1
-        if k == NUM_STAGES - 1:
-            next_seen = load_acquire(next_counter)
-    return it, next_seen
+    return it
 
 
 @gluon.jit
-def _load_weight(a_desc, b_desc, part, a_row, a_column, b_row, b_column, steps, pipe, it, next_counter, RANK_A: gl.constexpr):
-    """A = 64 rows of (dz or dy) x 128 columns, B = the same rows of (x or w*h) x 256 columns."""
-    next_seen = it * 0 - 1
-    for k in range(steps):
+def _load_weight(a_desc, b_desc, part, a_row, a_column, b_row, b_column, begin, end, pipe, it, RANK_A: gl.constexpr):
+    """k-steps begin..end-1 of a weight gradient: A = 64 rows of (dz or dy) x 128 columns, B = the same rows of (x or w*h) x 256 columns."""
+    for k in range(begin, end):
         stage, ready = _stage(pipe, it, STEP_BYTES)
         for w in gl.static_range(2):
             _box(a_desc, part, a_row + k * BLOCK_K, a_column + w * CHUNK, ready, pipe.a.index(2 * stage + w), RANK_A)
         for j in gl.static_range(4):
             _box(b_desc, 0, b_row + k * BLOCK_K, b_column + j * CHUNK, ready, pipe.chunks.index(4 * stage + j), 2)
         it += 1
-        if k == NUM_STAGES - 1:
-            next_seen = load_acquire(next_counter)
-    return it, next_seen
+    return it
+
+
+@gluon.jit
+def _load_steps(s, pipe, it, place, steps, begin, end, routed, shared_0, shared_1, tokens_desc):
+    """k-steps begin..end-1 of the task at `place` = (kind, slot, tile, column, expert, first row of the expert)."""
+    kind, slot, tile, column, expert, first = place
+    dy_rows_desc, x_rows_desc, _, dz_desc, wh_desc, up_desc, down_desc = routed
+    _, shared_up_0, shared_down_0 = shared_0
+    _, shared_up_1, shared_down_1 = shared_1
+    dy_desc, x_desc, shared_dz_desc, shared_wh_desc = tokens_desc
+    shared_row = slot * s.token_tiles * TILE_M
+    if kind == DH:
+        if slot < 0:
+            it = _load_dh(dy_rows_desc, down_desc, expert, tile * TILE_M, column, begin, end, pipe, it, 3)
+        elif slot == 0:
+            it = _load_dh(dy_desc, shared_down_0, expert, tile * TILE_M, column, begin, end, pipe, it, 2)
+        else:
+            it = _load_dh(dy_desc, shared_down_1, expert, tile * TILE_M, column, begin, end, pipe, it, 2)
+    elif kind == DX:
+        if slot < 0:
+            it = _load_dx(dz_desc, up_desc, expert, tile * TILE_M, column, steps, begin, end, pipe, it, 4)
+        elif slot == 0:
+            it = _load_dx(shared_dz_desc, shared_up_0, expert, tile * TILE_M + shared_row, column, steps, begin, end, pipe, it, 3)
+        else:
+            it = _load_dx(shared_dz_desc, shared_up_1, expert, tile * TILE_M + shared_row, column, steps, begin, end, pipe, it, 3)
+    elif kind == DW_UP:
+        half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
+        half = (tile >= half_tiles).to(gl.int32)
+        at = (tile - half * half_tiles) * TILE_M
+        if slot < 0:
+            it = _load_weight(dz_desc, x_rows_desc, half, first, at, first, column * TILE_N, begin, end, pipe, it, 3)
+        else:
+            it = _load_weight(shared_dz_desc, x_desc, half, shared_row, at, 0, column * TILE_N, begin, end, pipe, it, 3)
+    else:
+        if slot < 0:
+            it = _load_weight(dy_rows_desc, wh_desc, 0, first, tile * TILE_M, first, column * TILE_N, begin, end, pipe, it, 2)
+        else:
+            it = _load_weight(dy_desc, shared_wh_desc, 0, 0, tile * TILE_M, shared_row, column * TILE_N, begin, end, pipe, it, 2)
+    return it
 
 
 @gluon.jit
@@ -149,8 +185,9 @@ def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh):
 
 
 @gluon.jit
-def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh):
-    """Rules 1 and 2, reader: acquire by polling, before the proxy fence and the TMA loads of the same thread."""
+def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_complete):
+    """Rules 1 and 2, reader: acquire by polling, before the proxy fence and the TMA loads of the same thread. Returns dh_complete: 1 once this
+    thread has acquired the last DH task, so that the weight gradients after it need not look again."""
     if seen < target:
         if kind == DH:
             wait_at_least(counter, target, flags.control, WAIT_DY, tile)
@@ -158,8 +195,9 @@ def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh):
             wait_at_least(counter, target, flags.control, WAIT_DZ, tile)
         else:
             wait_at_least(counter, target, flags.control, WAIT_X, tile)
-    if (kind == DW_UP) & (slot < 0):
+    if (kind == DW_UP) & (slot < 0) & (dh_complete == 0):
         wait_at_least(flags.totals + DH_DONE, all_dh, flags.control, WAIT_ALL_DH, tile)
+    return gl.where(kind >= DW_UP, 1, dh_complete)
 
 
 @gluon.jit
@@ -179,10 +217,6 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
     tokens_desc = (dy, x, shared dz, shared wh)."""
     s = own(s)
-    dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc = routed
-    shared_z_0, shared_up_0, shared_down_0 = shared_0
-    shared_z_1, shared_up_1, shared_down_1 = shared_1
-    dy_desc, x_desc, shared_dz_desc, shared_wh_desc = tokens_desc
     it = gl.program_id(0) * 0
     grid = gl.num_programs(0)
     all_dh = all_dh_tasks(s)
@@ -192,51 +226,33 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
     idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
     seen = it - 1
     count = it
+    dh_complete = it
     while phase < s.num_phases:
         steps = k_steps(s, kind, slot, tokens)
         push_task(tasks, count, kind + (slot + 1) * 4 + gl.where(idle, TASK_IDLE, 0) + column * TASK_COLUMN, tile, steps, expert)
         count += 1
+        nap(index + phase, DEBUG)
+        counter, target = _input_counter(s, rows, flags, kind, slot, tile, expert, gl.cdiv(tokens, TILE_M) * COPY_PARTS, all_dh)
+        dh_complete = _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_complete)
+        fence_proxy(tile)
+        place = (kind, slot, tile, column, expert, first)
+        filled = gl.minimum(steps, NUM_STAGES)
+        it = _load_steps(s, pipe, it, place, steps, 0, filled, routed, shared_0, shared_1, tokens_desc)
+        # The ring is full: now there is time to work out the next task and to look at what it waits for.
         next_phase, next_index = seek(s, phase, index + grid)
         next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index)
         next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
         next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
-        counter, target = _input_counter(s, rows, flags, kind, slot, tile, expert, gl.cdiv(tokens, TILE_M) * COPY_PARTS, all_dh)
         next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh)
-        next_counter = gl.where(next_phase < s.num_phases, next_counter, counter)
-        nap(index + phase, DEBUG)
-        _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh)
-        fence_proxy(tile)
-        shared_row = slot * s.token_tiles * TILE_M
+        seen = load_acquire(gl.where(next_phase < s.num_phases, next_counter, counter))
+        it = _load_steps(s, pipe, it, place, steps, filled, steps, routed, shared_0, shared_1, tokens_desc)
         if kind == DH:
-            row = tile * TILE_M
             if slot < 0:
-                it, seen = _load_dh(dy_rows_desc, down_desc, z_desc, expert, row, row, column, steps, pipe, it, next_counter, 3)
+                it = _load_z(routed[2], tile * TILE_M, column, pipe, it)
             elif slot == 0:
-                it, seen = _load_dh(dy_desc, shared_down_0, shared_z_0, expert, row, row, column, steps, pipe, it, next_counter, 2)
+                it = _load_z(shared_0[0], tile * TILE_M, column, pipe, it)
             else:
-                it, seen = _load_dh(dy_desc, shared_down_1, shared_z_1, expert, row, row, column, steps, pipe, it, next_counter, 2)
-        elif kind == DX:
-            row = tile * TILE_M
-            if slot < 0:
-                it, seen = _load_dx(dz_desc, up_desc, expert, row, column, steps, pipe, it, next_counter, 4)
-            elif slot == 0:
-                it, seen = _load_dx(shared_dz_desc, shared_up_0, expert, row + shared_row, column, steps, pipe, it, next_counter, 3)
-            else:
-                it, seen = _load_dx(shared_dz_desc, shared_up_1, expert, row + shared_row, column, steps, pipe, it, next_counter, 3)
-        elif kind == DW_UP:
-            half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
-            half = (tile >= half_tiles).to(gl.int32)
-            at = (tile - half * half_tiles) * TILE_M
-            if slot < 0:
-                it, seen = _load_weight(dz_desc, x_rows_desc, half, first, at, first, column * TILE_N, steps, pipe, it, next_counter, 3)
-            else:
-                it, seen = _load_weight(shared_dz_desc, x_desc, half, shared_row, at, 0, column * TILE_N, steps, pipe, it, next_counter, 3)
-        else:
-            at = tile * TILE_M
-            if slot < 0:
-                it, seen = _load_weight(dy_rows_desc, wh_desc, 0, first, at, first, column * TILE_N, steps, pipe, it, next_counter, 2)
-            else:
-                it, seen = _load_weight(dy_desc, shared_wh_desc, 0, 0, at, shared_row, column * TILE_N, steps, pipe, it, next_counter, 2)
+                it = _load_z(shared_1[0], tile * TILE_M, column, pipe, it)
         if has_store_step(rows, kind, slot):
             it = _store_step(pipe, it)
         phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
