@@ -33,7 +33,7 @@ POISON_PIECE = gl.constexpr(65536)
 class BackwardConfig:
     """What selects a binary. All but `act` is fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps."""
     act: int
-    stagger: int = 3
+    stagger: int = 1              # measured for forward (H200, 2026-11-30): with more, too few of the four stages are left to load ahead
     copy_rows: int = 8
     debug: int = 0
     omit: int = 0                 # sum of 1: no copy of dy, 2: no copy of x, 4: no sums, 8: no arithmetic in the DH epilogue; for the breakdown only
