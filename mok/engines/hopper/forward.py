@@ -27,7 +27,8 @@ class ForwardConfig:
     """What selects a binary; only the first two differ in production.
 
     stagger: k-steps between the consumers. copy_vectors: 16-byte loads in flight in a copying thread. sum_vectors: likewise for each of eight
-    routes in a summing thread of a mover. debug: roles sleep at random. omit: 1 no dispatch copy, 2 no combine (benchmark's breakdown only).
+    routes in a summing thread of a mover (consumers: twice that). debug: roles sleep at random. omit: 1 no dispatch copy, 2 no combine, 3 no
+    combine by movers (for the benchmark's breakdown; 1 and 2 give wrong results).
     """
     save_z: bool
     mover_warps: int = 2
@@ -145,5 +146,6 @@ def _poison_after_abort(state, out, T, H):
     if gl.load(state + CONTROL_ABORT, volatile=True) != 0:
         columns = gl.arange(0, 1024, layout=gl.BlockedLayout([8], [32], [4], [0]))
         for token in range(gl.program_id(0), T, gl.num_programs(0)):
+            row = (gl.program_id(0) * 0 + token).to(gl.int64)
             for c in range(0, H, 1024):
-                gl.store(out + token.to(gl.int64) * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)
+                gl.store(out + row * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)

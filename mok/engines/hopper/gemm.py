@@ -150,19 +150,19 @@ class Flags:
 @gluon.jit
 def rows_ready(flags):
     """COPY_PARTS when a routed tile's rows are in the ring."""
-    return flags.counters + SET_HEADER
+    return flags.counters + fresh(SET_HEADER)
 
 
 @gluon.jit
 def hidden_ready(flags):
     """Gate/up tasks of a tile that are stored, so also those that will not read its rows again."""
-    return flags.counters + SET_HEADER + flags.capacity
+    return flags.counters + (SET_HEADER + fresh(flags.capacity))
 
 
 @gluon.jit
 def results_ready(flags):
     """Down tasks of a tile that are stored, so also those that will not read its h again."""
-    return flags.counters + flags.results_at
+    return flags.counters + fresh(flags.results_at)
 
 
 @gluon.jit
@@ -480,13 +480,14 @@ def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z: gl.
     while (packed & END) == 0:
         down, slot, column = (packed & 1) != 0, ((packed >> 2) & 3) - 1, packed >> KIND_BITS
         idle = (packed >> 1) & 1
-        counter = counter_of(s, slot, tile, flags.capacity)
-        if (slot < 0) & (tile >= s.hidden_ring) & ((packed & 1) == 0):
-            wait_at_least(results_ready(flags) + tile - s.hidden_ring, down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
+        counter = counter_of(s, slot, tile, fresh(flags.capacity))
+        hidden_ring = fresh(s.hidden_ring)
+        if (slot < 0) & (tile >= hidden_ring) & ((packed & 1) == 0):
+            wait_at_least(results_ready(flags) + (tile - hidden_ring), down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
         nap(count + 3, DEBUG)
         tile_row = tile * BLOCK_M
-        hidden_row = gl.where(slot < 0, tile % s.hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)
-        result_row = tile_row + gl.where(slot < 0, 0, shared_results_row + slot * token_tiles(s) * BLOCK_M)
+        hidden_row = gl.where(slot < 0, tile % hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)
+        result_row = tile_row + gl.where(slot < 0, 0, fresh(shared_results_row) + slot * token_tiles(s) * BLOCK_M)
         ot_0 = _store_half(down, slot, (tile_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
         if idle == 0:
             ot_1 = _store_half(down, slot, (tile_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)

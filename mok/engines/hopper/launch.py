@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -226,7 +226,7 @@ def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
     return x if good else x.clone(memory_format=torch.contiguous_format)      # contiguous() would keep a contiguous x at an odd address
 
 
-def resident_blocks(config: ForwardConfig, device_index: int, compile_kernel: Any) -> int:
+def resident_blocks(config: Hashable, device_index: int, compile_kernel: Any) -> int:
     """How many blocks of this variant are resident at once on the device: the occupancy query times its multiprocessors, asked once."""
     key = ("hopper resident blocks", device_index, config)
     if key not in runtime.scratch:

@@ -1,0 +1,84 @@
+"""The compile check: finds multiply loops and spills in SASS, and every kernel compiles for sm_90a within its budget, without a GPU."""
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from mok.engines.hopper import compile_check
+
+# A task loop (L_x_1) around a multiply loop (L_x_2); the barrier's retry code (L_x_9) stands behind both and jumps back into the inner one.
+SASS = """
+        /*0000*/  MOV R1, R2 ;
+.L_x_1:
+        /*0010*/  {task} ;
+.L_x_2:
+        /*0020*/  SYNCS.PHASECHK P0, [R1] ;
+        /*0030*/  @!P0 BRA `(.L_x_9) ;
+.L_x_3:
+        /*0040*/  HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0050*/  {inner} ;
+        /*0060*/  @P1 BRA `(.L_x_2) ;
+        /*0070*/  STG.E [R2], R3 ;
+        /*0080*/  @P2 BRA `(.L_x_1) ;
+        /*0090*/  EXIT ;
+.L_x_9:
+        /*00a0*/  {retry} ;
+        /*00b0*/  SYNCS.PHASECHK P0, [R1] ;
+        /*00c0*/  @!P0 BRA `(.L_x_9) ;
+        /*00d0*/  BRA `(.L_x_3) ;
+"""
+
+
+def sass(task: str = "NOP", inner: str = "NOP", retry: str = "NOP") -> str:
+    return SASS.replace("{task}", task).replace("{inner}", inner).replace("{retry}", retry)
+
+
+def test_spills_are_counted_in_multiply_loops_only():
+    assert compile_check.spills_in_multiply_loops(sass()) == 0
+    assert compile_check.spills_in_multiply_loops(sass(task="STL [R1+0x4], R7")) == 0, "the loop over tasks is not a multiply loop"
+    assert compile_check.spills_in_multiply_loops(sass(inner="LDL R7, [R1+0x4]")) == 1
+    assert compile_check.spills_in_multiply_loops(sass(inner="@!P0 STL.64 [R1], R8")) == 1
+    assert compile_check.spills_in_multiply_loops(sass(retry="LDL.LU R7, [R1]")) == 1, "the retry code runs inside the loop"
+
+
+def test_multiply_loop_is_found_once_with_its_retry_code():
+    (loop,) = compile_check.multiply_loops(sass())
+    assert sum("HGMMA" in line for line in loop) == 1 and not any("STG" in line or "EXIT" in line for line in loop)
+    assert sum("PHASECHK" in line for line in loop) == 2
+
+
+def test_natural_loops_need_a_dominating_head():
+    assert compile_check.natural_loops([[1], [2], [1, 3], []]) == [frozenset({1, 2})]
+    assert compile_check.natural_loops([[1, 2], [2], [1, 3], []]) == [], "two entries: no natural loop"
+
+
+def test_budget_breaches_are_named():
+    good = {"kernel": "forward_a", "registers": 168, "spills": 0, "stack_bytes": 64, "shared_bytes": 230000, "mma_instructions": 8}
+    assert compile_check.problems([good]) == []
+    for change in ({"spills": 1}, {"stack_bytes": 72}, {"shared_bytes": 232449}, {"mma_instructions": 0}):
+        (problem,) = compile_check.problems([good | change])
+        assert problem.startswith("forward_a: ")
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match="target"):
+        compile_check.compile_report("sm_80")
+
+
+@pytest.fixture(scope="module")
+def report():
+    try:
+        return compile_check.compile_report("sm_90a")
+    except FileNotFoundError as error:
+        pytest.skip(f"Triton's package has no CUDA tools here: {error}")
+
+
+@pytest.mark.slow
+def test_every_variant_compiles_and_forward_is_within_its_budget(report):
+    names = [entry["kernel"] for entry in report]
+    forward = [entry for entry in report if "forward" in entry["kernel"]]
+    assert compile_check.problems(forward) == []
+    assert len(set(names)) == len(names) <= 8, "at most eight binaries for a precision"
+    assert len(forward) == 4 and all("backward" in name for name in names if "forward" not in name)
+    assert all(set(entry) == {"kernel", "registers", "spills", "stack_bytes", "shared_bytes", "mma_instructions"} for entry in report)
