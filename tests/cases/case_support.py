@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import baseline_same_dtype, check_close
 from torch import Tensor
 
 import mok
 from mok.reference import moe_reference
+from tests.oracle import baseline_same_dtype, check_close
 
 needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="inductor needs a C++ compiler")
 WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")

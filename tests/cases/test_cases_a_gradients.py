@@ -3,7 +3,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_support import (
+
+import mok
+from mok.engines import engine_name, get_engine
+from mok.engines.protocol import MoETensors, PassOptions, Wants
+from mok.reference import moe_reference
+from tests.cases.case_support import (
     Problem,
     assert_exactly_zero,
     assert_same_bits,
@@ -13,11 +18,6 @@ from case_support import (
     random_routes,
     routes_with_counts,
 )
-
-import mok
-from mok.engines import engine_name, get_engine
-from mok.engines.protocol import MoETensors, PassOptions, Wants
-from mok.reference import moe_reference
 
 
 def scaled(device: str, on_gpu: int, on_cpu: int) -> int:

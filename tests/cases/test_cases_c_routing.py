@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_support import (
+
+import mok
+from tests.cases.case_support import (
     WEIGHTS,
     Problem,
     assert_exactly_zero,
@@ -13,8 +15,6 @@ from case_support import (
     random_routes,
     routes_with_counts,
 )
-
-import mok
 
 # ---- C1 ----
 

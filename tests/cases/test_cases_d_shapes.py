@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_support import WEIGHTS, assert_exactly_zero, assert_same_bits, collect, needs_compiler, problem, random_routes
 
 import mok
 from mok.reference import moe_reference
+from tests.cases.case_support import WEIGHTS, assert_exactly_zero, assert_same_bits, collect, needs_compiler, problem, random_routes
 
 # ---- D1 ----
 
@@ -38,6 +38,34 @@ def test_case_D1(tkhi):
         error = (got.detach().double() - exact.detach()).norm(dim=-1) / exact.detach().norm(dim=-1)
         assert error.max() < 2e-2, f"{name} of token {T - last + int(error.argmax())} is off by {error.max():.2e}"
     assert all(torch.isfinite(t.grad).all() for t in (x, weights, w13, w2))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tehi", [(2048, 272, 4096, 1024)], ids=str)
+def test_case_D1_weights(tehi):
+    """The kind of D1 in the weights: E*2I*H passes 2^31 elements; gradients of the last two experts, and y and dx of the tokens that use them."""
+    T, E, H, I = tehi
+    K, last = 2, 2
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16).mul_(scale).requires_grad_()
+
+    x, w13, w2 = draw(T, H), draw(E, 2 * I, H, scale=H**-0.5), draw(E, H, I, scale=I**-0.5)
+    ids = torch.randint(0, E, (T, K), generator=generator, device="cuda")
+    ids[:40], ids[40:70] = E - 1, E - 2                                                # both routes: their y and dx come from the last experts alone
+    weights = torch.rand(T, K, generator=generator, device="cuda") + 0.1
+    dy = torch.randn(T, H, generator=generator, device="cuda", dtype=torch.bfloat16)
+    y = mok.moe(x, ids, weights, w13, w2)
+    y.backward(dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, w13[-last:], w2[-last:])]
+    truth = moe_reference(leaves[0], torch.where(ids >= E - last, ids - (E - last), -1), weights.double(), *leaves[1:])
+    truth.backward(dy.double())
+    for name, got, exact in (("y", y[:70], truth[:70]), ("x", x.grad[:70], leaves[0].grad[:70]), ("w_gate_up", w13.grad[-last:], leaves[1].grad),
+                             ("w_down", w2.grad[-last:], leaves[2].grad)):
+        error = (got.detach().double() - exact.detach()).norm(dim=-1) / exact.detach().norm(dim=-1)
+        assert error.max() < 2e-2, f"{name} is off by {error.max():.2e}"
 
 
 # ---- D3 ----

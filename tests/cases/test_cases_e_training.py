@@ -6,7 +6,12 @@ import itertools
 
 import pytest
 import torch
-from case_support import (
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import mok
+from tests.cases.case_support import (
     Problem,
     assert_exactly_zero,
     assert_same_bits,
@@ -17,11 +22,6 @@ from case_support import (
     random_routes,
     routes_with_counts,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-import mok
 
 CHECKPOINTS = {"plain": {}, "selective": {"context_fn": functools.partial(create_selective_checkpoint_contexts, mok.checkpoint_policy)}}
 

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
-from case_support import Problem, assert_exactly_zero, assert_same_bits, problem, random_routes
-from ranks import RankPool
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mok
 from mok.plan import experts_of_rank
+from tests.cases.case_support import Problem, assert_exactly_zero, assert_same_bits, problem, random_routes
+from tests.ranks import RankPool
 
 EXPERT = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 TOKEN = ("x", "topk_ids", "topk_weights")

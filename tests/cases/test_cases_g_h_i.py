@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from case_support import Problem, assert_same_bits, peak_bytes, problem, random_routes
 
 import mok
 from mok.plan import plan_capacity
 from mok.runtime import runtime
+from tests.cases.case_support import Problem, assert_same_bits, peak_bytes, problem, random_routes
 
 ROOT = Path(mok.__file__).resolve().parent.parent
 
