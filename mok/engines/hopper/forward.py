@@ -146,4 +146,4 @@ def _poison_after_abort(state, out, T, H):
         columns = gl.arange(0, 1024, layout=gl.BlockedLayout([8], [32], [4], [0]))
         for token in range(gl.program_id(0), T, gl.num_programs(0)):
             for c in range(0, H, 1024):
-                gl.store(out + token.to(gl.int64) * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)
+                gl.store(out + token.to(gl.int64) * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)  # type: ignore[attr-defined]
