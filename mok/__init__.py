@@ -1,7 +1,7 @@
 """Mixture-of-Kittens: the mixture-of-experts training layer as one kernel launch a pass. Importing it touches no GPU, Triton or process group."""
 from .clip import clip_grad_norm_
 from .config import MoEConfig, Overlap
-from .engines.protocol import SharedWeights as SharedExpert
+from .engines.protocol import SharedExpert
 from .fabric.process_group import FabricError, FabricTimeout, PeerLost
 from .function import check, engine_for, moe
 from .group import ExpertGroup

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from .config import PRECISIONS, check_activation
-from .engines.protocol import MainGrad, SharedWeights
+from .engines.protocol import MainGrad, SharedExpert
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_moe_arguments(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
-                        b_down: Tensor | None, shared: Sequence[SharedWeights], main_grad: MainGrad | None) -> None:
+                        b_down: Tensor | None, shared: Sequence[SharedExpert], main_grad: MainGrad | None) -> None:
     """Raise ValueError naming the first argument of `mok.moe` whose type, rank, shape, dtype or device is wrong."""
     _check_tensors(x, topk_ids, topk_weights, w_gate_up, w_down)
     H, K = x.shape[-1], topk_ids.shape[-1]
@@ -75,9 +75,9 @@ def _check_routes(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, H: int, K: 
         raise ValueError(f"topk_ids.shape={tuple(topk_ids.shape)} must be {(*leading, K)} or (T, K) with x's tokens, x.shape={tuple(x.shape)}")
 
 
-def _check_shared(expert: SharedWeights, i: int, H: int) -> None:
+def _check_shared(expert: SharedExpert, i: int, H: int) -> None:
     name = f"shared[{i}]"
-    if not isinstance(expert, SharedWeights):
+    if not isinstance(expert, SharedExpert):
         raise ValueError(f"{name}={type(expert).__name__} must be a mok.SharedExpert")
     gate_up, down, gate = expert.w_gate_up, expert.w_down, expert.gate_weight
     if gate_up.dim() != 2 or gate_up.shape[0] % 2 or gate_up.shape[0] == 0 or gate_up.shape[1] != H:

@@ -16,14 +16,14 @@ from .checks import check_moe_arguments, check_settings
 from .config import Overlap
 from .engines import engine_name, get_engine, get_group_engine
 from .engines.expert_parallel import agree_on_backward, build_group_plan
-from .engines.protocol import Grads, MainGrad, MoETensors, Passes, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
+from .engines.protocol import Grads, MainGrad, MoETensors, Passes, PassOptions, Saved, SharedExpert, Wants, accumulation_dtype
 from .group import ExpertGroup
 from .plan import RoutingPlan, empty_plan, empty_plan_like
 from .runtime import runtime
 
 
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
-        b_down: Tensor | None = None, shared: Sequence[SharedWeights] = (), activation: str = "swiglu", swiglu_limit: float | None = None,
+        b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu", swiglu_limit: float | None = None,
         precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None, main_grad: tuple[Tensor, Tensor] | None = None,
         layer_key: int = 0) -> Tensor:
     """The mixture-of-experts layer given its routes: out[t] = sum_k topk_weights[t,k] * expert_{topk_ids[t,k]}(x[t]) + shared experts.
@@ -48,7 +48,7 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
 
 
 def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
-                    b_down: Tensor | None = None, shared: Sequence[SharedWeights] = (), activation: str = "swiglu",
+                    b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu",
                     swiglu_limit: float | None = None, precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None,
                     main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0) -> tuple[Tensor, Tensor]:
     """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received."""
@@ -282,7 +282,7 @@ def _flatten(grads: Grads, num_shared: int) -> list[Tensor | None]:
 
 
 def _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate) -> MoETensors:
-    shared = tuple(SharedWeights(a, b, g if g.numel() else None) for a, b, g in zip(shared_gate_up, shared_down, shared_gate, strict=True))
+    shared = tuple(SharedExpert(a, b, g if g.numel() else None) for a, b, g in zip(shared_gate_up, shared_down, shared_gate, strict=True))
     return MoETensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
 
 

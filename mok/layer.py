@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import MoEConfig
-from .engines.protocol import SharedWeights
+from .engines.protocol import SharedExpert
 from .function import moe_with_counts
 from .plan import count_ids
 from .router import Router, Routes
@@ -28,8 +28,8 @@ class SharedParameters(nn.Module):
         self.w_down = nn.Parameter(torch.empty(hidden_size, width, device=device, dtype=dtype))
         self.gate_weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if gated else None
 
-    def weights(self) -> SharedWeights:
-        return SharedWeights(self.w_gate_up, self.w_down, self.gate_weight)
+    def weights(self) -> SharedExpert:
+        return SharedExpert(self.w_gate_up, self.w_down, self.gate_weight)
 
 
 class MoE(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import Overlap
 from .engines import engine_name, get_engine
-from .engines.protocol import Engine, Grads, MoETensors, PassOptions, SharedWeights, Wants, accumulation_dtype
+from .engines.protocol import Engine, Grads, MoETensors, PassOptions, SharedExpert, Wants, accumulation_dtype
 from .reference import act_reference, moe_reference
 
 _BLOCK = 128                       # an error is judged in blocks of this many rows and columns, never pooled over a tensor
@@ -175,7 +175,7 @@ def make_problem(case: Case, target: Target, seed: int) -> Problem:
     if case.masked:
         ids = ids.masked_fill(torch.rand(T, K, generator=generator) < case.masked, -1)
     weights = torch.rand(T, K, generator=generator, dtype=torch.float64).to(target.device, accumulation_dtype(target.dtype))
-    shared = tuple(SharedWeights(normal(2 * width, H, scale=H**-0.5), normal(H, width, scale=width**-0.5), normal(H, scale=H**-0.5) if gated else None)
+    shared = tuple(SharedExpert(normal(2 * width, H, scale=H**-0.5), normal(H, width, scale=width**-0.5), normal(H, scale=H**-0.5) if gated else None)
                    for width, gated in case.shared)
     tensors = MoETensors(x=normal(T, H), topk_weights=weights, w_gate_up=normal(E, 2 * I, H, scale=H**-0.5), w_down=normal(E, H, I, scale=I**-0.5),
                          b_gate_up=normal(E, 2 * I) if case.biases else None, b_down=normal(E, H) if case.biases else None, shared=shared)
@@ -208,7 +208,7 @@ def run_engine(engine: Engine, problem: Problem, overlap: Overlap | None = None)
 
 
 def _named_grads(grads: Grads) -> dict[str, Tensor]:
-    shared = tuple(SharedWeights(*parts) for parts in grads.shared)  # type: ignore[arg-type]
+    shared = tuple(SharedExpert(*parts) for parts in grads.shared)  # type: ignore[arg-type]
     return _named_inputs(MoETensors(grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, shared))  # type: ignore[arg-type]
 
 
@@ -229,7 +229,7 @@ def _with_autograd(problem: Problem, dtype: torch.dtype, forward: Callable[[MoET
 
     t = problem.tensors
     tensors = MoETensors(leaf(t.x), leaf(t.topk_weights, accumulation_dtype(dtype)), leaf(t.w_gate_up), leaf(t.w_down), leaf(t.b_gate_up), leaf(t.b_down),
-                         tuple(SharedWeights(leaf(s.w_gate_up), leaf(s.w_down), leaf(s.gate_weight)) for s in t.shared))
+                         tuple(SharedExpert(leaf(s.w_gate_up), leaf(s.w_down), leaf(s.gate_weight)) for s in t.shared))
     y = forward(tensors)
     inputs = _named_inputs(tensors)
     grads = torch.autograd.grad(y, list(inputs.values()), problem.dy.to(dtype), allow_unused=True)

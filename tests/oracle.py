@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mok.engines.protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, SharedWeights, Wants, accumulation_dtype
+from mok.engines.protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, SharedExpert, Wants, accumulation_dtype
 from mok.reference import moe_reference
 
 BLOCK = 128
@@ -128,7 +128,7 @@ def make_case(T: int, H: int, I: int, E: int, K: int, dtype: torch.dtype, *, bia
         topk_ids = torch.rand(T, max(E - 1, K), generator=generator).argsort(-1)[:, :K]
         topk_ids = topk_ids.masked_fill(torch.rand(T, K, generator=generator) < 0.05, -1)
     weights = (torch.rand(T, K, generator=generator) + 0.1).to(accumulation_dtype(dtype))
-    experts = tuple(SharedWeights(normal(2 * width, H, scale=H**-0.5), normal(H, width, scale=width**-0.5), normal(H, scale=H**-0.5) if gated else None)
+    experts = tuple(SharedExpert(normal(2 * width, H, scale=H**-0.5), normal(H, width, scale=width**-0.5), normal(H, scale=H**-0.5) if gated else None)
                     for width, gated in shared)
     tensors = MoETensors(normal(T, H), weights, normal(E, 2 * I, H, scale=H**-0.5), normal(E, H, I, scale=I**-0.5),
                          normal(E, 2 * I, scale=0.5) if biases else None, normal(E, H, scale=0.5) if biases else None, experts)
@@ -166,7 +166,7 @@ def plain(case: Case, layer=moe_reference, dtype: torch.dtype = torch.float64) -
 
     t = case.tensors
     leaves = MoETensors(leaf(t.x), leaf(t.topk_weights, accumulation_dtype(dtype)), leaf(t.w_gate_up), leaf(t.w_down), leaf(t.b_gate_up), leaf(t.b_down),
-                        tuple(SharedWeights(leaf(s.w_gate_up), leaf(s.w_down), leaf(s.gate_weight)) for s in t.shared))
+                        tuple(SharedExpert(leaf(s.w_gate_up), leaf(s.w_down), leaf(s.gate_weight)) for s in t.shared))
     y = layer(leaves.x, case.topk_ids, leaves.topk_weights, leaves.w_gate_up, leaves.w_down, leaves.b_gate_up, leaves.b_down,
               [(s.w_gate_up, s.w_down, s.gate_weight) for s in leaves.shared], case.options.activation, case.options.swiglu_limit)
     y.backward(case.dy.to(dtype))

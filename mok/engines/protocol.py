@@ -12,7 +12,7 @@ from ..plan import RoutingPlan
 
 
 @dataclass(frozen=True)
-class SharedWeights:
+class SharedExpert:
     """One shared expert: w_gate_up (2I_s, H), w_down (H, I_s), gate_weight (H,) or None (no sigmoid gate)."""
 
     w_gate_up: Tensor
@@ -33,7 +33,7 @@ class MoETensors:
     w_down: Tensor
     b_gate_up: Tensor | None = None
     b_down: Tensor | None = None
-    shared: tuple[SharedWeights, ...] = ()
+    shared: tuple[SharedExpert, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..plan import RoutingPlan
 from ..runtime import runtime
 from .expert_parallel import Travel
-from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedWeights, Wants, accumulation_dtype
+from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedExpert, Wants, accumulation_dtype
 from .torch_grouped import rows_of_experts, rows_times_weight, segment_sums, weight_gradient, wide_mm
 
 ROUTER_ROWS = 1024   # rows of every score GEMM: one shape for the library, whatever T is
@@ -216,7 +216,7 @@ def experts_backward(plan: RoutingPlan, x_rows: Tensor | None, dy_rows: Tensor, 
     return grads
 
 
-def shared_gate(x: Tensor, expert: SharedWeights) -> Tensor | None:
+def shared_gate(x: Tensor, expert: SharedExpert) -> Tensor | None:
     """(T, 1) sigmoid(x @ gate_weight) in the accumulation dtype, or None for an ungated expert."""
     if expert.gate_weight is None:
         return None
@@ -224,7 +224,7 @@ def shared_gate(x: Tensor, expert: SharedWeights) -> Tensor | None:
     return torch.sigmoid((x.to(wide) * expert.gate_weight.to(wide)).sum(1, keepdim=True))
 
 
-def add_shared_forward(total: Tensor, x: Tensor, expert: SharedWeights, options: PassOptions) -> tuple[Tensor, Tensor]:
+def add_shared_forward(total: Tensor, x: Tensor, expert: SharedExpert, options: PassOptions) -> tuple[Tensor, Tensor]:
     """(total + gate * y_shared, z (T, 2I_s)): one shared expert on every token; total (T, H) in the accumulation dtype."""
     z = wide_mm(x, expert.w_gate_up.T).to(x.dtype)
     y = wide_mm(activate(z, options.activation, options.swiglu_limit), expert.w_down.T).to(x.dtype).to(total.dtype)
@@ -232,7 +232,7 @@ def add_shared_forward(total: Tensor, x: Tensor, expert: SharedWeights, options:
     return (total + y if gate is None else torch.addcmul(total, gate, y)), z
 
 
-def shared_backward(dx: Tensor | None, x: Tensor, dy: Tensor, z: Tensor, expert: SharedWeights, options: PassOptions,
+def shared_backward(dx: Tensor | None, x: Tensor, dy: Tensor, z: Tensor, expert: SharedExpert, options: PassOptions,
                     want: tuple[bool, bool, bool]) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """(dx + this expert's share, (d w_gate_up, d w_down, d gate_weight)): dx (T, H) in the accumulation dtype, or None = not wanted."""
     want_gate_up, want_down, want_gate = want
@@ -373,9 +373,9 @@ def _deliver(gradient: Tensor | None, dtype: torch.dtype, accumulator: Tensor | 
     return gradient.to(dtype).contiguous()
 
 
-def _contiguous(shared: tuple[SharedWeights, ...]) -> list[SharedWeights]:
+def _contiguous(shared: tuple[SharedExpert, ...]) -> list[SharedExpert]:
     """Shared experts in one layout: libraries choose another product, with other bits, for other strides."""
-    return [SharedWeights(s.w_gate_up.contiguous(), s.w_down.contiguous(), None if s.gate_weight is None else s.gate_weight.contiguous()) for s in shared]
+    return [SharedExpert(s.w_gate_up.contiguous(), s.w_down.contiguous(), None if s.gate_weight is None else s.gate_weight.contiguous()) for s in shared]
 
 
 def _check_precision(options: PassOptions) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mok.engines import torch_grouped
-from mok.engines.protocol import Grads, MainGrad, MoETensors, PassOptions, SharedWeights, Wants, accumulation_dtype
+from mok.engines.protocol import Grads, MainGrad, MoETensors, PassOptions, SharedExpert, Wants, accumulation_dtype
 from mok.engines.torch_gpu import TorchGpuEngine
 from mok.plan import RoutingPlan
 from mok.reference import moe_reference
@@ -29,7 +29,7 @@ def case(T=37, H=24, I=10, E=5, K=3, dtype=torch.float64, biases=True, shared=2,
     ids[ids == 1] = 0
     ids[torch.rand(T, K, generator=generator) < 0.1] = -1
     weights = torch.rand(T, K, generator=generator, dtype=torch.float64).to(accumulation_dtype(dtype)).to(device)
-    experts = tuple(SharedWeights(randn(2 * width, H, scale=H**-0.5), randn(H, width, scale=width**-0.5), randn(H, scale=H**-0.5) if gated else None)
+    experts = tuple(SharedExpert(randn(2 * width, H, scale=H**-0.5), randn(H, width, scale=width**-0.5), randn(H, scale=H**-0.5) if gated else None)
                     for width, gated in ((7, True), (I, False))[:shared])
     return ids.to(device), MoETensors(randn(T, H), weights, randn(E, 2 * I, H, scale=H**-0.5), randn(E, H, I, scale=I**-0.5),
                                       randn(E, 2 * I) if biases else None, randn(E, H) if biases else None, experts)
@@ -266,7 +266,7 @@ def test_strided_inputs_change_no_bit(device):
         return None if t is None else torch.stack([t, torch.full_like(t, float("nan"))], dim=-1)[..., 0]
 
     strided = MoETensors(*(spread(getattr(tensors, name)) for name in NAMES),
-                         shared=tuple(SharedWeights(*(spread(t) for t in (s.w_gate_up, s.w_down, s.gate_weight))) for s in tensors.shared))
+                         shared=tuple(SharedExpert(*(spread(t) for t in (s.w_gate_up, s.w_down, s.gate_weight))) for s in tensors.shared))
     assert not strided.x.is_contiguous()
     plain = flat(*run(ids, tensors, dy.contiguous()))
     for name, value in flat(*run(ids, strided, dy)).items():

@@ -7,7 +7,7 @@ import torch
 from oracle import Case, baseline_same_dtype, check_close, make_case
 from torch import Tensor
 
-from mok.engines.protocol import MoETensors, SharedWeights
+from mok.engines.protocol import MoETensors, SharedExpert
 from mok.reference import moe_reference
 
 BF16 = torch.bfloat16
@@ -17,7 +17,7 @@ def on_gpu(case: Case) -> Case:
     """The same problem on the GPU."""
     t = case.tensors
     moved = [None if v is None else v.cuda() for v in (t.x, t.topk_weights, t.w_gate_up, t.w_down, t.b_gate_up, t.b_down)]
-    shared = tuple(SharedWeights(s.w_gate_up.cuda(), s.w_down.cuda(), None if s.gate_weight is None else s.gate_weight.cuda()) for s in t.shared)
+    shared = tuple(SharedExpert(s.w_gate_up.cuda(), s.w_down.cuda(), None if s.gate_weight is None else s.gate_weight.cuda()) for s in t.shared)
     return replace(case, topk_ids=case.topk_ids.cuda(), tensors=MoETensors(*moved, shared), dy=case.dy.cuda())
 
 
