@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .checks import check_moe_arguments, check_settings
 from .config import Overlap
@@ -71,9 +72,12 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     differentiable = [tokens, route_weights, *weights, *shared_gate_up, *shared_down, *shared_gate]
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
 
-    wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
-    signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
-    group_key = 0 if group is None else group.key
+    _refuse_forward_mode(differentiable)
+    group_key, signature = 0, ""
+    if group is not None:                                  # one rank has nobody to agree with, and a compiled call nothing to specialise on
+        wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
+        group_key = group.key
+        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
     plan = torch.ops.mok.plan(topk_ids.reshape(-1, K), w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
     overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
     y, _, _ = torch.ops.mok.moe_forward(tokens, route_weights, *weights, shared_gate_up, shared_down, shared_gate, plan, *(main_grad or (None, None)),
@@ -82,6 +86,14 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
 
 
 _TOKENS_PER_EXPERT = 5   # index of tokens_per_expert in RoutingPlan.tensors()
+
+
+def _refuse_forward_mode(tensors: Sequence[Tensor | None]) -> None:
+    """Raise where an input carries a forward-mode tangent: a custom op would drop it, and a silent zero is a wrong derivative."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("mok.moe has no forward-mode derivative (jvp); use reverse mode, or mok.reference.moe_reference")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -168,16 +180,16 @@ def _setup_context(ctx, inputs, output) -> None:
     _, z, shared_z = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z, shared_z)
-    ctx.num_shared = len(shared_gate_up)
+    ctx.num_shared, ctx.num_maps = len(shared_gate_up), len(plan)
     # Not saved tensors: several layers or micro-batches may add into one accumulator between this forward and its backward.
     ctx.main_grad = (main_grad_gate_up, main_grad_down)
     ctx.save_for_backward(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z, *plan, *shared_gate_up, *shared_down, *shared_gate)
 
 
 def _backward(ctx, dy, dz, dshared_z):
-    n, num_inputs = ctx.num_shared, 19
-    if dy is None:
-        return (None,) * num_inputs
+    n = ctx.num_shared
+    if dy is None:                                                             # whatever came after y had no gradient to give
+        return (*(None,) * 6, *([None] * n for _ in range(3)), [None] * ctx.num_maps, *(None,) * 9)
     saved = ctx.saved_tensors
     x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z = saved[:8]
     plan, shared = list(saved[8:-3 * n or None]), list(saved[len(saved) - 3 * n:])

@@ -93,6 +93,7 @@ class _Job:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
+        self.flush_denormal = _flushes_denormals()   # a mode of each thread: every task has the caller's, whichever thread runs it
         self._lock = threading.Lock()
         self._next = 0
         self._left = len(tasks)
@@ -124,14 +125,22 @@ class _Job:
                 self._done.set()
 
     def wait(self) -> None:
-        try:
-            self._done.wait()
-        except BaseException:                # Ctrl-C in the waiting thread
-            self.cancel(None)
-            self._done.wait()
-            raise
+        interrupt: BaseException | None = None
+        while not self._done.is_set():
+            try:
+                self._done.wait()
+            except BaseException as error:   # Ctrl-C in the waiting thread, and again while it waits: the running tasks still write
+                interrupt = interrupt or error
+                self.cancel(None)
+        if interrupt is not None:
+            raise interrupt
         if self.error is not None:
             raise self.error
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's arithmetic takes numbers below the normal range for zero (`torch.set_flush_denormal`; torch has no getter)."""
+    return not torch.tensor(1e-20).mul_(1e-20)
 
 
 class TilePool:
@@ -188,9 +197,13 @@ class TilePool:
         torch.get_num_threads()              # the first call in a thread takes up the default; a count set before it would be lost
         torch.set_num_threads(1)
         ready.set()
+        flush_denormal = _flushes_denormals()
         with torch.inference_mode():         # tasks may write to tensors made inside or outside of the caller's inference mode
             while True:
                 job = jobs.get()
+                if job.flush_denormal != flush_denormal:
+                    flush_denormal = job.flush_denormal
+                    torch.set_flush_denormal(flush_denormal)
                 job.work(scratch)
                 del job                      # its tasks hold the pass's tensors
 

@@ -264,3 +264,38 @@ def test_compiled_equals_eager_to_the_bit(with_main_grad):
     assert len(results[0]) == len(results[1]) == 12
     for eager, compiled in zip(*results):
         assert torch.equal(eager, compiled)
+
+
+def test_forward_mode_is_refused_in_words():
+    arguments = inputs(grad=False)
+    x = arguments.pop("x")
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda v: mok.moe(v, **arguments), (x,), (torch.ones_like(x),))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_a_result_that_gets_no_gradient_hands_none_back():
+    arguments = inputs()
+    (_NoGradient.apply(mok.moe(**arguments)).sum() + arguments["x"].sum()).backward()
+    assert torch.equal(arguments["x"].grad, torch.ones(33, 24)) and arguments["w_down"].grad is None
+
+
+def test_many_layers_compiled_one_by_one():
+    """More layers than Dynamo's recompile limit: nothing in the call may differ from layer to layer."""
+    torch._dynamo.reset()
+    layers = [mok.MoE(mok.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, layer_index=i)) for i in range(10)]
+    x = torch.randn(5, 16)
+    expected = [layer(x) for layer in layers]
+    for layer, y in zip(layers, expected):
+        layer.compile(fullgraph=True, backend="aot_eager")
+        assert torch.equal(layer(x), y)
+    torch.compile(mok.moe, fullgraph=True, dynamic=True, backend="aot_eager")(**inputs(grad=False))

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -274,3 +276,45 @@ def test_matmul_precision_is_shared_waited_for_and_restored():
     thread.join()
     assert order[0] == "bf16 pass with bf16" and order[1] in ("ieee pass with none", "ieee pass with ieee")
     assert setting.fp32_precision == before
+
+
+def test_every_task_flushes_denormals_as_its_caller_does(pool):
+    """Threads that the pool starts before and after the caller changes its mode work alike."""
+    out = torch.ones(64)
+
+    def task(i, scratch):
+        out[i] = torch.tensor(1e-20) * 1e-20
+
+    def run(threads):
+        out.fill_(1)
+        pool.run([partial(task, i) for i in range(64)], threads)
+        return out.unique()
+
+    gradual = torch.tensor(1e-20) * 1e-20
+    assert gradual > 0 and torch.equal(run(1), gradual.view(1))
+    try:
+        torch.set_flush_denormal(True)
+        for threads in (1, 4, 4):
+            assert torch.equal(run(threads), torch.zeros(1))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(run(4), gradual.view(1))
+
+
+def test_a_second_interrupt_still_waits_for_running_tasks(pool):
+    """What runs writes to buffers that the next pass is given, so neither Ctrl-C may leave it behind."""
+    ended = threading.Event()
+
+    def task(scratch):
+        time.sleep(0.4)
+        ended.set()
+
+    def interrupt():
+        for _ in range(2):
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([task], 1)
+    assert ended.is_set()
