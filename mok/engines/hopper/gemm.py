@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .compat import aggregate, thread_barrier, tma_load, tma_store, tma_store_wait
-from .sync import WAIT_HIDDEN, WAIT_HIDDEN_SLOT, WAIT_ROWS, add_release, fence_proxy, fresh, load_acquire, nap, stores_complete, wait_at_least
+from .sync import WAIT_HIDDEN, WAIT_HIDDEN_SLOT, WAIT_ROWS, add_release, fence_proxy, fresh, fresh_float, load_acquire, nap, stores_complete, wait_at_least
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, counter_of, down_columns, locate, make_order, seek, token_tiles, up_columns_of, width_of
 
 NUM_STAGES = gl.constexpr(4)
@@ -331,7 +331,7 @@ def _up_chunk(g, u, bias, has_bias, column, s, activation, limit, out, ot, LAYOU
     if SAVE_Z:
         ot = _put(gz, out, ot)
         ot = _put(uz, out, ot)
-    h = activate(gz.to(gl.float32), uz.to(gl.float32), fresh(activation), limit)
+    h = activate(gz.to(gl.float32), uz.to(gl.float32), fresh(activation), fresh_float(limit))
     return _put(h.to(gl.bfloat16), out, ot)
 
 
@@ -343,15 +343,20 @@ def _down_chunk(y, bias, has_bias, column, s, out, ot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _step(pipe, acc, it, WG: gl.constexpr):
+    """One k-step: issue it; the step before it is then complete and this one in flight."""
+    stage = it % NUM_STAGES
+    mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
+    acc = warpgroup_mma(pipe.a.index(stage).slice(WG * 64, 64), pipe.b.index(stage).permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=1, deps=(acc,)), it + 1
+
+
+@gluon.jit
 def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr):
-    """k-steps begin..end-1 of a task: one step stays in flight while the stage of the one before it is given back."""
-    for k in range(begin, end):
-        stage = it % NUM_STAGES
-        mbarrier.wait(pipe.load_ready.index(stage), (it // NUM_STAGES) & 1)
-        acc = warpgroup_mma(pipe.a.index(stage).slice(WG * 64, 64), pipe.b.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 1) % NUM_STAGES), pred=k > 0)
-        it += 1
+    """k-steps begin..end-1 of a task, begin >= 1: each gives back the stage of the step before it."""
+    for _ in range(begin, end):
+        acc, it = _step(pipe, acc, it, WG)
+        mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 2) % NUM_STAGES))
     return acc, it
 
 
@@ -389,13 +394,13 @@ def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down,
                 it += 1
         else:
             acc = gl.zeros([64, BLOCK_N], gl.float32, ACC)
+            acc, it = _step(pipe, acc, it, WG)
+            first = gl.minimum(steps, gl.maximum(STAGGER, 1))
+            if STAGGER > 1:
+                acc, it = _multiply(pipe, acc, it, 1, first, WG)
             if STAGGER > 0 and WG == 0:
-                first = gl.minimum(steps, STAGGER)
-                acc, it = _multiply(pipe, acc, it, 0, first, WG)
                 mbarrier.arrive(pipe.lead.index(0), pred=staggered)
-                acc, it = _multiply(pipe, acc, it, first, steps, WG)
-            else:
-                acc, it = _multiply(pipe, acc, it, 0, steps, WG)
+            acc, it = _multiply(pipe, acc, it, first, steps, WG)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(pipe.load_empty.index((it + NUM_STAGES - 1) % NUM_STAGES))
             left, right = _halves(acc, 64, BLOCK_N, HALF)

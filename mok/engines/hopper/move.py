@@ -49,7 +49,7 @@ class Tokens:
     topk_weights: gl.tensor
     order: gl.tensor             # (T,) int32 scratch: tokens by the tile of their last row
     x: gl.tensor
-    x_stride: gl.tensor
+    x_stride: gl.tensor          # of a row of x, in units of 8 elements
     gate_0: gl.tensor
     gate_1: gl.tensor
     gated: gl.tensor             # bit i: shared expert i has a gate
@@ -76,7 +76,7 @@ class Tokens:
 @gluon.jit
 def _late(flags, since, lanes):
     """Per thread: whether more than the spin limit has passed since `since`. Data only until it is reduced."""
-    return clock(lanes) - since > gl.load(flags.control + CONTROL_LIMIT)
+    return clock(lanes) - since > gl.load(flags.control + fresh(CONTROL_LIMIT))
 
 
 @gluon.jit
@@ -84,7 +84,7 @@ def _room(flags, counter, target, since, NW: gl.constexpr):
     """1 if the counter has reached its target or the launch is aborted, 0 if not, LATE after the spin limit; the same in every thread."""
     lanes = gl.arange(0, 32 * NW, layout=gl.BlockedLayout([1], [32], [NW], [0]))
     seen = load_acquire(counter)         # every thread acquires; the reduction's barrier passes that on
-    aborted = gl.load(flags.control + CONTROL_ABORT + lanes * 0, volatile=True)
+    aborted = gl.load(flags.control + fresh(CONTROL_ABORT) + lanes * 0, volatile=True)
     done = (aborted != 0) | (seen >= target)
     state = gl.where(done, 1, gl.where(_late(flags, since, lanes), LATE, 0))
     return gl.max(state, 0)
@@ -94,7 +94,7 @@ def _room(flags, counter, target, since, NW: gl.constexpr):
 def _row_source(s, t, row):
     """(whether there is one, address of x) of the token in a plan row; one row a warp."""
     slot = gl.load(t.row_to_slot + row)
-    return slot >= 0, t.x + (gl.where(slot >= 0, slot, 0) // t.K).to(gl.int64) * t.x_stride
+    return slot >= 0, t.x + (gl.where(slot >= 0, slot, 0) // fresh(t.K)).to(gl.int64) * (fresh(t.x_stride) * 8)
 
 
 @gluon.jit
@@ -111,7 +111,7 @@ def _copy_piece(s, t, ring, piece, place, VECTORS: gl.constexpr, NW: gl.constexp
     for j in range(0, COPY_ROWS, NW):
         next_valid, next_source = _row_source(s, t, piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows)
         target = ring + (place + j + rows).to(gl.int64) * s.H
-        for c in range(0, s.H, COLUMNS):
+        for c in range(0, fresh(s.H), COLUMNS):
             inside = ((c + columns) < s.H)[None, :]
             value = gl.load(source[:, None] + (c + columns)[None, :], mask=valid[:, None] & inside, other=0.0)
             gl.store(target[:, None] + (c + columns)[None, :], value, mask=inside)
@@ -127,8 +127,8 @@ def _add(a, b):
 def _last_tile(s, t, token, inside, routes):
     """Tile of each token's last row; num_tiles where it has no row, so that such tokens come last."""
     last = token * 0 - 1
-    for k0 in range(0, t.K, TICKET_ROUTES):
-        there = inside[:, None] & ((k0 + routes) < t.K)[None, :]
+    for k0 in range(0, fresh(t.K), TICKET_ROUTES):
+        there = inside[:, None] & ((k0 + routes) < fresh(t.K))[None, :]
         last = gl.maximum(last, gl.max(gl.load(t.slot_to_row + token[:, None] * t.K + (k0 + routes)[None, :], mask=there, other=-1), 1))
     return gl.where(last >= 0, last // BLOCK_M, s.num_tiles)
 
@@ -185,8 +185,8 @@ def _behind(s, t, flags, ticket, since, NW: gl.constexpr):
     mine = ticket * TICKET_TOKENS + lanes < s.T
     token = gl.load(t.order + ticket * TICKET_TOKENS + lanes, mask=mine, other=0)
     lack = lanes * 0
-    for k0 in range(0, t.K, TICKET_ROUTES):
-        inside = mine[:, None] & ((k0 + routes) < t.K)[None, :]
+    for k0 in range(0, fresh(t.K), TICKET_ROUTES):
+        inside = mine[:, None] & ((k0 + routes) < fresh(t.K))[None, :]
         rows = gl.load(t.slot_to_row + token[:, None] * t.K + (k0 + routes)[None, :], mask=inside, other=-1)
         seen = gl.load(results_ready(flags) + gl.maximum(rows, 0) // BLOCK_M, mask=rows >= 0, other=MISSING, volatile=True)
         lack = gl.maximum(lack, gl.max(down_columns(s) - seen, 1))
@@ -194,7 +194,7 @@ def _behind(s, t, flags, ticket, since, NW: gl.constexpr):
         seen = gl.load(results_ready(flags) + flags.capacity + e * token_tiles(s) + token // BLOCK_M, mask=mine, other=MISSING, volatile=True)
         lack = gl.maximum(lack, down_columns(s) - seen)
     lack = gl.where((lack > 0) & _late(flags, since, lanes), LATE, lack)
-    return gl.max(gl.where(gl.load(flags.control + CONTROL_ABORT + lanes * 0, volatile=True) != 0, 0, lack), 0)
+    return gl.max(gl.where(gl.load(flags.control + fresh(CONTROL_ABORT) + lanes * 0, volatile=True) != 0, 0, lack), 0)
 
 
 @gluon.jit
@@ -203,9 +203,9 @@ def _gate(s, t, token, weight, NW: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     columns = gl.arange(0, 256, layout=gl.SliceLayout(0, L))
     total = gl.zeros([NW, 256], gl.float32, L)
-    for c in range(0, s.H, 256):
+    for c in range(0, fresh(s.H), 256):
         inside = (c + columns < s.H)[None, :]
-        xs = gl.load(t.x + (token.to(gl.int64) * t.x_stride)[:, None] + (c + columns)[None, :], mask=inside, other=0.0).to(gl.float32)
+        xs = gl.load(t.x + (token.to(gl.int64) * (fresh(t.x_stride) * 8))[:, None] + (c + columns)[None, :], mask=inside, other=0.0).to(gl.float32)
         total = gl.fma(xs, gl.load(weight + c + columns, mask=c + columns < s.H, other=0.0).to(gl.float32)[None, :], total)
     return 1.0 / (1.0 + gl.exp2(gl.sum(total, 1) * -LOG2_E))
 
@@ -216,15 +216,15 @@ def _result_row(s, t, token, k, at, inside):
 
     No predicate but the columns': with one for each route the compiler runs out of predicates and issues the loads one after the other.
     """
-    row = gl.load(t.slot_to_row + token * t.K + gl.minimum(k, t.K - 1))
+    row = gl.load(t.slot_to_row + token * t.K + gl.minimum(k, fresh(t.K) - 1))
     pointer = t.results + (gl.maximum(row, 0).to(gl.int64) * s.H)[:, None] + at[None, :]
-    return gl.where(k < t.K, row, -1), gl.load(pointer, mask=inside, other=0.0)
+    return gl.where(k < fresh(t.K), row, -1), gl.load(pointer, mask=inside, other=0.0)
 
 
 @gluon.jit
 def _add_route(t, token, k, row, value, acc):
     """A -1 route is skipped, not multiplied by 0: fma(0, y, -0) would be +0."""
-    weight = gl.load(t.topk_weights + token * t.K + gl.minimum(k, t.K - 1))
+    weight = gl.load(t.topk_weights + token * t.K + gl.minimum(k, fresh(t.K) - 1))
     return gl.where((row >= 0)[:, None], gl.fma(value.to(gl.float32), weight[:, None], acc), acc)
 
 
@@ -244,11 +244,11 @@ def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.con
     if (fresh(t.gated) & 2) != 0:
         gate_1 = gl.convert_layout(_gate(s, t, token, t.gate_1, NW), gate_1.type.layout)
     target = t.out + (token.to(gl.int64) * s.H)[:, None]
-    for c in range(0, s.H, COLUMNS):
+    for c in range(0, fresh(s.H), COLUMNS):
         at = c + columns
         inside = (at < s.H)[None, :]
         acc = gl.zeros([NW, COLUMNS], gl.float32, L) + start
-        for k in range(0, t.K, ROUTES):
+        for k in range(0, fresh(t.K), ROUTES):
             r0, v0 = _result_row(s, t, token, k, at, inside)
             r1, v1 = _result_row(s, t, token, k + 1, at, inside)
             r2, v2 = _result_row(s, t, token, k + 2, at, inside)
@@ -280,10 +280,10 @@ def _sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr):
     """Sum the NW tokens from `place` of the list on, one a warp; their results are ready and acquired."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
-    start = gl.where(gl.load(flags.control + CONTROL_ABORT, volatile=True) != 0, float("nan"), 0.0)
+    start = gl.where(gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) != 0, float("nan"), 0.0)
     valid = place + warps < s.T
     token = gl.load(t.order + place + warps, mask=valid, other=0)
-    if t.K <= 4:
+    if fresh(t.K) <= 4:
         _sum_tokens(s, t, token, valid, start, 2 * VECTORS, 4, NW)
     else:
         _sum_tokens(s, t, token, valid, start, VECTORS, 8, NW)
@@ -297,7 +297,7 @@ def _take(flags):
 @gluon.jit
 def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
     """Take combine tickets until none is left, waiting for each; what consumers do after their last GEMM task."""
-    tickets = gl.cdiv(s.T, TICKET_TOKENS)
+    tickets = gl.cdiv(fresh(s.T), TICKET_TOKENS)
     wait_at_least(flags.counters + SET_LISTED, gl.num_programs(0), flags.control, WAIT_COMBINE, tickets)
     thread_barrier()
     ticket = _take(flags)
@@ -320,7 +320,7 @@ def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: 
 def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """Copies pieces while the ring has room, else sums what is complete; never blocks on one while it could do the other."""
     pieces = s.num_tiles * COPY_PARTS
-    tickets = gl.cdiv(s.T, TICKET_TOKENS)
+    tickets = gl.cdiv(fresh(s.T), TICKET_TOKENS)
     grid = gl.num_programs(0)
     piece = gl.program_id(0)
     ticket = piece * 0 - 1                # none taken yet: the list of tokens is still being made

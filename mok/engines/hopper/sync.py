@@ -85,9 +85,9 @@ def wait_at_least(counter, target, control, phase: gl.constexpr, tile):
             seen = load_acquire(counter)
             polls += 1
             if (polls % CHECK_EVERY == 0) & (seen < target):
-                if load_acquire(control + CONTROL_ABORT) != 0:
+                if load_acquire(control + fresh(CONTROL_ABORT)) != 0:
                     seen = target
-                elif clock(polls) - start > gl.load(control + CONTROL_LIMIT):
+                elif clock(polls) - start > gl.load(control + fresh(CONTROL_LIMIT)):
                     report_timeout(control, phase, tile, target, seen)
                     seen = target
 
@@ -112,6 +112,12 @@ def fresh(value):
     it, kept through every role and spilled. Measured: 160 bytes of stack without this.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fresh_float(value):
+    """`fresh` for a float32."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
