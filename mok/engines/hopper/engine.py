@@ -6,19 +6,14 @@ from torch import Tensor
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import launch, plan_kernel
+from . import backward_launch, launch, plan_kernel
 from .limits import unsupported_shared_reason
 
 
 class HopperEngine:
-    """BF16 on sm_90: plan in three launches, forward in one. Stateless; counters live in runtime.scratch.
-
-    fused_backward: whether backward is one launch too. False until the kernel's last changes have passed its GPU tests
-    (docs/kernels-backward.md says what has run); plain PyTorch then does it.
-    """
+    """BF16 on sm_90: plan in three launches, forward in one, backward in one. Stateless; counters live in runtime.scratch."""
 
     name = "hopper"
-    fused_backward = False
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
         T, K = topk_ids.shape
@@ -37,11 +32,9 @@ class HopperEngine:
 
     def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
                  main_grad: MainGrad | None) -> Grads:
-        if self.fused_backward and unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared)) is None:
-            from .backward_launch import hopper_backward
-
-            return hopper_backward(plan, tensors, options, saved, dy, wants, main_grad)
-        return _torch_gpu().backward(plan, tensors, options, saved, dy, wants, main_grad)
+        if unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared)) is not None:
+            return _torch_gpu().backward(plan, tensors, options, saved, dy, wants, main_grad)
+        return backward_launch.hopper_backward(plan, tensors, options, saved, dy, wants, main_grad)
 
     def router_scores(self, x: Tensor, weight: Tensor) -> Tensor:
         return _torch_gpu().router_scores(x, weight)
