@@ -86,6 +86,8 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
 
 
 _TOKENS_PER_EXPERT = 5   # index of tokens_per_expert in RoutingPlan.tensors()
+# Where engines run; asking torch which devices have autocast is a call that Dynamo cannot trace in every torch that is supported.
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def _refuse_forward_mode(tensors: Sequence[Tensor | None]) -> None:
@@ -99,7 +101,7 @@ def _refuse_forward_mode(tensors: Sequence[Tensor | None]) -> None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """x's dtype, or autocast's where autocast is on for its device; float64 is never lowered (torch's own autocast rule)."""
     device = x.device.type
-    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if x.dtype != torch.float64 and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch: OpenMP's idle threads spin by default, and on few cores they take them from the CPU engine's own threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -27,3 +28,14 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_error_left_for_the_next_test():
+    """What a kernel reports shows at a later call: the test that caused it must ask for it, or it fails, and not whichever runs next."""
+    yield
+    runtime = sys.modules.get("mok.runtime")
+    if runtime is not None and runtime.runtime.error_words:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        runtime.runtime.raise_pending_errors()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -181,10 +182,11 @@ class RowGrads:
 
 
 def experts_backward(plan: RoutingPlan, x_rows: Tensor | None, dy_rows: Tensor, row_weights: Tensor, z: Tensor, tensors: MoETensors,
-                     options: PassOptions, wants: Wants) -> RowGrads:
+                     options: PassOptions, wants: Wants, *, accumulating: bool = False) -> RowGrads:
     """Gradients of this rank's experts. dy_rows (R, H), row_weights (R,) and x_rows (R, H) hold zeros in padding rows; z (R, 2I) from forward.
 
-    x_rows may be None unless wants.w_gate_up. Weight gradients come in whatever dtype they were summed in; the caller converts.
+    x_rows may be None unless wants.w_gate_up. Weight gradients may come rounded to the compute dtype, unless they are to be added to
+    accumulators (`accumulating`), where a rounding would be one too many; the caller converts.
     """
     grads = RowGrads()
     padding = (plan.row_to_rank < 0).unsqueeze(1)
@@ -193,7 +195,7 @@ def experts_backward(plan: RoutingPlan, x_rows: Tensor | None, dy_rows: Tensor, 
         h = activate(z, options.activation, options.swiglu_limit)
         if wants.w_down:
             weighted_h = (weight * h.to(weight.dtype)).to(h.dtype).masked_fill_(padding, 0)
-            grads.w_down = weight_gradient(plan, dy_rows, weighted_h)
+            grads.w_down = weight_gradient(plan, dy_rows, weighted_h, rounded=not accumulating)
     if wants.b_down:
         grads.b_down = segment_sums(plan, weight * dy_rows.to(weight.dtype))
     needs_dz = wants.x or wants.w_gate_up or wants.b_gate_up
@@ -210,7 +212,7 @@ def experts_backward(plan: RoutingPlan, x_rows: Tensor | None, dy_rows: Tensor, 
             grads.dx_rows = rows_times_weight(plan, dz, tensors.w_gate_up, transpose=False)
         if wants.w_gate_up:
             assert x_rows is not None
-            grads.w_gate_up = weight_gradient(plan, dz, x_rows)
+            grads.w_gate_up = weight_gradient(plan, dz, x_rows, rounded=not accumulating)
         if wants.b_gate_up:
             grads.b_gate_up = segment_sums(plan, dz)
     return grads
@@ -273,12 +275,14 @@ class TorchGpuEngine:
         return LocalJourney(plan, K) if self._group is None else GroupJourney(plan, K, self._group)
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
-        """The plan, by the GPU builder where it applies; a bad id on a GPU is reported through the device's error word by either."""
+        """The plan, on a GPU by its own kernels where they apply, else by PyTorch operations, said once."""
         if topk_ids.is_cuda:
-            from .hopper import plan_kernel
+            reason = _no_plan_kernel(topk_ids.numel(), num_experts)
+            if reason is None:
+                from .hopper import plan_kernel
 
-            if plan_kernel.unsupported_reason(topk_ids.numel(), num_experts) is None:
                 return plan_kernel.build_plan(topk_ids, num_experts)
+            runtime.say_once(f"mok: the routing plan is built by PyTorch operations, not by its own kernels: {reason}")
         return RoutingPlan.build(topk_ids, num_experts)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
@@ -311,7 +315,8 @@ class TorchGpuEngine:
             journey = self._journey(plan, K)
             sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if wants.w_gate_up else [dy], tensors.topk_weights)
             assert row_weights is not None
-            rows = experts_backward(plan, sources[1] if wants.w_gate_up else None, sources[0], row_weights, saved.z, tensors, options, wants)
+            rows = experts_backward(plan, sources[1] if wants.w_gate_up else None, sources[0], row_weights, saved.z, tensors, options, wants,
+                                    accumulating=main_grad is not None)
             dx_home, dweight_home = journey.home("backward combine", rows.dx_rows, rows.dweight_rows)
             if dx_home is not None:
                 dx = combine_dx(journey.home_plan, dx_home, T, K)
@@ -352,6 +357,15 @@ class TorchGpuEngine:
                 if dweight is not None:
                     dweight += dscores.T @ rows
         return dx, None if dweight is None else dweight.to(weight.dtype)
+
+
+def _no_plan_kernel(num_slots: int, num_experts: int) -> str | None:
+    """Why the plan kernels cannot run here, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    from .hopper import plan_kernel
+
+    return plan_kernel.unsupported_reason(num_slots, num_experts)
 
 
 def _router_tiles(matrix: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

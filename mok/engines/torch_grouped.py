@@ -1,8 +1,9 @@
 """Matrix products of rows grouped by expert, in plain PyTorch: deterministic, and without reading a count on the host.
 
 Rows come in the plan's order: each expert's segment starts at a multiple of BLOCK_M, unused rows at the end belong to nobody. Two routes:
-`torch._grouped_mm` for BF16 (CUDA needs compute capability 9.0 or more; sizes off 16 bytes are zero-padded), and for everything else tiles of
-BLOCK_M rows, each multiplied by its expert's gathered weight. Both leave rows behind the last segment unspecified.
+`torch._grouped_mm` for results in BF16 (CUDA needs compute capability 9.0 or more and at most MAX_GROUPS experts; sizes off 16 bytes are
+zero-padded), and for everything else tiles of BLOCK_M rows, each multiplied by its expert's gathered weight. `torch._grouped_mm` sums in fp32
+and rounds to BF16, never anything else, so what must stay in fp32 takes the tiles too. Both leave rows behind the last segment unspecified.
 
 Legend: R rows, M = R / BLOCK_M tiles, E local experts, `inner` the contracted dimension, `outer` the result's columns.
 """
@@ -18,13 +19,14 @@ from .protocol import accumulation_dtype
 
 GATHERED_WEIGHT_BYTES = 2**28   # weights gathered at a time on the tile route: bounds its scratch, changes no result's order of sums
 ALIGNMENT = 8                   # elements of BF16 in 16 bytes, what torch._grouped_mm asks of every stride
+MAX_GROUPS = 1023               # what torch._grouped_mm takes on CUDA
 
 
-def uses_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `torch._grouped_mm` serves this dtype without a host sync: BF16 on Hopper and later (on a CPU there is nothing to sync with)."""
+def uses_grouped_mm(device: torch.device, dtype: torch.dtype, num_experts: int) -> bool:
+    """Whether `torch._grouped_mm` serves this without a host sync: BF16 on Hopper and later (on a CPU there is nothing to sync with)."""
     if dtype != torch.bfloat16:
         return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cpu" or (num_experts <= MAX_GROUPS and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -41,18 +43,20 @@ def wide_mm(a: Tensor, b: Tensor) -> Tensor:
 def rows_times_weight(plan: RoutingPlan, rows: Tensor, weight: Tensor, *, transpose: bool, bias: Tensor | None = None, rounded: bool = True) -> Tensor:
     """out[r] = rows[r] @ W + bias[e] for the expert e of row r: rows (R, inner), bias (E, outer) or None -> (R, outer).
 
-    weight: (E, inner, outer), W = weight[e]; with transpose (E, outer, inner), W = weight[e].T. The result has rows' dtype, or with
-    rounded=False the accumulation dtype. On the `_grouped_mm` route the product itself is rounded to BF16 first: plain PyTorch gives no more.
+    weight: (E, inner, outer), W = weight[e]; with transpose (E, outer, inner), W = weight[e].T. The result has rows' dtype, rounded once
+    from sum and bias, or with rounded=False the accumulation dtype, not rounded at all.
     """
     wide = accumulation_dtype(rows.dtype)
     outer = weight.shape[1] if transpose else weight.shape[2]
     dtype = rows.dtype if rounded else wide
     if rows.shape[0] == 0:
         return rows.new_empty((0, outer), dtype=dtype)
-    if uses_grouped_mm(rows.device, rows.dtype):
+    if rounded and uses_grouped_mm(rows.device, rows.dtype, weight.shape[0]):
+        if bias is not None:                    # one more term of the sum, 1 * bias: added behind the product it would be rounded twice
+            rows = torch.cat([rows, rows.new_ones((rows.shape[0], 1))], dim=1)
+            weight = torch.cat([weight, bias.unsqueeze(2 if transpose else 1)], dim=2 if transpose else 1)
         padded = _aligned(weight)
-        out = torch._grouped_mm(_aligned(rows), padded.transpose(1, 2) if transpose else padded, offs=segment_ends(plan))[:, :outer].contiguous()
-        return (out if bias is None else out.to(wide) + rows_of_experts(plan, bias).to(wide)).to(dtype)
+        return torch._grouped_mm(_aligned(rows), padded.transpose(1, 2) if transpose else padded, offs=segment_ends(plan))[:, :outer].contiguous()
 
     tiles = rows.contiguous().view(-1, BLOCK_M, rows.shape[1])
     expert = plan.tile_to_expert.clamp(min=0).long()
@@ -66,17 +70,17 @@ def rows_times_weight(plan: RoutingPlan, rows: Tensor, weight: Tensor, *, transp
     return out.view(-1, outer)
 
 
-def weight_gradient(plan: RoutingPlan, left: Tensor, right: Tensor) -> Tensor:
+def weight_gradient(plan: RoutingPlan, left: Tensor, right: Tensor, *, rounded: bool = True) -> Tensor:
     """out[e] = sum over the rows r of expert e, ascending, of left[r]^T right[r]: (R, A), (R, B) -> (E, A, B).
 
-    Padding rows, those of unused tiles too, must be zero in both. An expert without rows gets exact zeros. On the `_grouped_mm` route the
-    result is BF16; on the other it stays in the accumulation dtype, one tile added after the other.
+    Padding rows, those of unused tiles too, must be zero in both. An expert without rows gets exact zeros. On the `_grouped_mm` route, taken
+    only if rounded, the result is BF16; on the other it stays in the accumulation dtype, one tile added after the other.
     """
     E, A, B = plan.tokens_per_expert.shape[0], left.shape[1], right.shape[1]
     wide = accumulation_dtype(left.dtype)
     if left.shape[0] == 0:
         return left.new_zeros((E, A, B), dtype=wide)
-    if uses_grouped_mm(left.device, left.dtype):
+    if rounded and uses_grouped_mm(left.device, left.dtype, E):
         out = torch._grouped_mm(_aligned(left).T, _aligned(right), offs=segment_ends(plan))[:, :A, :B]
         # empty groups are skipped there, and their part of the result stays as the allocator left it
         return out.masked_fill((plan.tokens_per_expert == 0).view(E, 1, 1), 0)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,56 @@ def test_lower_precision_is_as_good_as_a_plain_loop_in_it(dtype, H, I, biases, d
         assert value.dtype == (torch.float32 if name == "topk_weights" else dtype)
         error, allowed = relative_error(value, truth[name]), 2 * relative_error(plain[name], truth[name]) + 2 * unit
         assert error <= allowed, f"{name}: {error:.2e} above {allowed:.2e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("H,I", [(64, 32), (25, 13)])
+def test_bf16_is_rounded_where_the_contract_says_and_nowhere_else(H, I, device):
+    """z once, its bias inside; dh not at all; what goes into main_grad not at all: each checked from what the engine had in hand there."""
+    ids, tensors = case(300, H, I, K=1, dtype=torch.bfloat16, shared=0, device=device)
+    ids.fill_(2)
+    tensors = replace(tensors, b_gate_up=4 * tensors.b_gate_up)                        # as large as the product: rounded apart, it would show
+    dy = torch.randn(300, H, device=device).bfloat16()
+    plan, options = ENGINE.build_plan(ids, 5), PassOptions(save_for_backward=True)
+    _, saved = ENGINE.forward(plan, tensors, options)
+    z = saved.z[:300]
+    exact = tensors.x.double() @ tensors.w_gate_up[2].double().T + tensors.b_gate_up[2].double()
+    assert (z == exact.bfloat16()).float().mean() > 0.99                               # but for ties that fp32 sums decide the other way
+
+    main_grad = MainGrad(*(torch.zeros_like(w, dtype=torch.float32) for w in (tensors.w_gate_up, tensors.w_down)))
+    grads = ENGINE.backward(plan, tensors, options, saved, dy, Wants(True, True, True, True, True, True), main_grad)
+    g, u = z.double().chunk(2, dim=1)
+    h = (g * torch.sigmoid(g) * u).bfloat16().double()
+    dh = dy.double() @ tensors.w_down[2].double()
+    d_weight = (dh * h).sum(1, keepdim=True) + (dy.double() * tensors.b_down[2].double()).sum(1, keepdim=True)
+    assert relative_error(grads.topk_weights, d_weight) < 1e-4                         # of an h that fp32 rounds the other way now and then
+    dh, s, weight = dh * tensors.topk_weights.double(), torch.sigmoid(g), tensors.topk_weights.double()
+    dz = torch.cat([dh * u * s * (1 + g * (1 - s)), dh * g * s], dim=1).bfloat16().double()
+    weighted_h = (weight * h).bfloat16().double()
+    assert relative_error(main_grad.w_gate_up[2], dz.T @ tensors.x.double()) < 1e-4
+    assert relative_error(main_grad.w_down[2], dy.double().T @ weighted_h) < 1e-4
+    assert not main_grad.w_down[[0, 1, 3, 4]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("E", [1023, 1024, 1500])
+def test_as_many_experts_as_anybody_has(E):
+    """`torch._grouped_mm` stops at 1023 groups, the plan's own kernels at 1024 experts."""
+    ids, tensors = case(3000, 24, 16, E, 2, dtype=torch.bfloat16, device="cuda")
+    dy = torch.randn(3000, 24, device="cuda").bfloat16()
+    got, truth = run(ids, tensors, dy), reference(ids, tensors, dy, torch.float64)
+    for name, value, exact in (("y", got[0], truth[0]), *((n, getattr(got[1], n), getattr(truth[1], n)) for n in NAMES)):
+        assert relative_error(value, exact) < 8e-3, name
+
+
+def test_experts_beyond_the_grouped_product_take_the_tiles(monkeypatch):
+    ids, tensors = case(dtype=torch.bfloat16)
+    dy = torch.randn(37, 24).bfloat16()
+    grouped = flat(*run(ids, tensors, dy))
+    monkeypatch.setattr(torch_grouped, "uses_grouped_mm", lambda device, dtype, num_experts: num_experts <= 4)
+    monkeypatch.setattr(torch, "_grouped_mm", None)
+    for name, value in flat(*run(ids, tensors, dy)).items():
+        assert relative_error(value, grouped[name]) < 8e-3, name
 
 
 def test_tiles_of_gathered_weights_change_no_bit(monkeypatch):
