@@ -145,7 +145,7 @@ def test_case_H1_skew_needs_no_more_than_balance(device):
 
 def test_case_H3():
     """torchtitan#998: a workspace for each layer. 48 layers compute in the scratch of one, and its size can be asked for."""
-    x = torch.randn(300, 64)
+    x = torch.randn(2000, 64, requires_grad=True)                # several tiles for every expert: buffers are nearly as large as they get
     layers = [mok.MoE(mok.MoEConfig(64, 96, 4, 2, layer_index=i)) for i in range(48)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # with several, which thread has met which task yet, and holds scratch for it, is left to chance
@@ -157,7 +157,7 @@ def test_case_H3():
         x.sum().backward()
     finally:
         torch.set_num_threads(threads)
-    assert 0 < one == runtime.tiles.num_bytes()
+    assert 0 < one <= runtime.tiles.num_bytes() < 1.25 * one      # routes differ, so tiles do, a little; 48 times as much would be the fault
 
 
 # ---- I ----
