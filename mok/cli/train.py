@@ -43,11 +43,11 @@ the first loss do not depend on their number; a checkpoint can be continued on a
 _PROMPT_BYTES = 32
 # command-line name -> (type, help); their defaults are TrainSettings' own
 _SETTINGS: dict[str, tuple[type, str]] = {
-    "config": (str, "size of the model by name: tiny, small or 1b"),
+    "config": (str, "size of the model by name: tiny, small, 1b or, for one large GPU, qwen3-30b-a3b-6l"),
     "steps": (int, "optimizer steps in all"),
     "seed": (int, "seed of the initial weights and of the order of the text"),
     "precision": (str, "fp32, or bf16: fp32 weights, products in bf16 (default: bf16 where the device multiplies it natively, else fp32)"),
-    "moe_impl": (str, "who computes the experts: engine (the fast one), or reference (the specification)"),
+    "moe_impl": (str, "who computes the experts: engine (the fast one), reference (the specification) or grouped_mm (unfused PyTorch)"),
     "batch_size": (int, "sequences in one step"),
     "accumulate": (int, "parts that a step's sequences are split into, to need less memory"),
     "learning_rate": (float, "peak learning rate"),
@@ -55,7 +55,7 @@ _SETTINGS: dict[str, tuple[type, str]] = {
     "weight_decay": (float, "AdamW's weight decay of matrices"),
     "grad_clip": (float, "largest norm of the whole gradient"),
     "eval_every": (int, "steps between two validations"),
-    "save_every": (int, "steps between two checkpoints"),
+    "save_every": (int, "steps between two checkpoints; 0: none but where the run is stopped"),
     "eval_tokens": (int, "bytes predicted in one validation, at most"),
 }
 _FREE_ON_RESUME = ("steps",)
@@ -149,7 +149,7 @@ def _train(arguments: argparse.Namespace, output: Output, ranks: Ranks, device: 
         chain = audit.close(finished) if audit is not None else None
     if ranks.leads:                                      # the run is saved: from here on Ctrl-C ends the command as usual
         result = _finish(trainer, folder, bigram)
-        if finished and arguments.sample_bytes > 0:
+        if finished and arguments.sample_bytes > 0 and (ranks.size == 1 or settings.save_every):     # several ranks' experts meet in a checkpoint
             result["sample"] = _sample(output, trainer, folder, arguments.sample_bytes)
         _print_end(output, result, folder)
         if chain is not None:
@@ -287,7 +287,19 @@ def _finish(trainer: Trainer, folder: RunFolder, bigram: float) -> dict[str, Any
         "settings": asdict(trainer.settings), "device": str(trainer.device), "parameters": num_parameters(trainer.model), "ranks": trainer.ranks.size,
         "loss": steps[-1]["loss"] if steps else None, "validation_loss": validations[-1]["validation_loss"] if validations else None,
         "bigram_validation_loss": bigram, "tokens_per_s": median(entry["tokens_per_s"] for entry in steps) if steps else None,
+        "mfu": _utilisation(trainer, median(entry["tokens_per_s"] for entry in steps)) if steps else None,
     }
+
+
+def _utilisation(trainer: Trainer, tokens_per_s: float) -> dict[str, Any] | None:
+    """Model FLOP utilisation on a GPU in bf16: model FLOPs a second over those of a large product measured here, after the run. None elsewhere."""
+    from ..lm.flops import flops_per_token, measured_roof
+
+    if trainer.device.type != "cuda" or trainer.settings.precision != "bf16":
+        return None
+    flops, roof = flops_per_token(trainer.model.config), measured_roof(trainer.device)
+    reached = tokens_per_s * flops * 1e-12
+    return {"of_measured_roof": round(reached / roof, 4), "roof_tflops": round(roof, 1), "model_tflops": round(reached, 2), "flops_per_token": flops}
 
 
 def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> None:
@@ -296,6 +308,9 @@ def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> Non
         output.line(f"validation loss {loss:.4f}, bigram model {bigram:.4f}: {'below' if loss < bigram else 'NOT below'} the bigram model")
     if result["tokens_per_s"] is not None:
         output.line(f"{result['tokens_per_s']:,.0f} tokens/s; picture: {folder.picture}; metrics: {folder.metrics}")
+    if (mfu := result["mfu"]) is not None:
+        output.line(f"model FLOP utilisation {mfu['of_measured_roof']:.1%}: {mfu['model_tflops']:.1f} TFLOP/s of products and causal attention, of "
+                    f"{mfu['roof_tflops']:.0f} that a bf16 product of 8192 x 8192 x 8192 reaches on this GPU now")
 
 
 def _sample(output: Output, trainer: Trainer, folder: RunFolder, num_bytes: int) -> str:

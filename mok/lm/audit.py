@@ -17,6 +17,7 @@ from .ranks import Ranks
 from .trainer import Trainer, TrainSettings, deterministic_libraries
 
 _FREE_ON_RESUME = ("steps",)
+_NEVER = 2**62                   # steps
 _THERE_AND_HERE = "{name}: {first} there, {second} here"
 
 
@@ -90,7 +91,7 @@ def _record_to_continue(path: str | os.PathLike[str], ours: dict[str, Any], step
 def step_recorder(trainer: Trainer, sink: Callable[[int, Entries], None]) -> StepRecorder:
     """The recorder of a run: with the optimizer's state wherever the run leaves a checkpoint on its way."""
     ranks = trainer.ranks
-    return StepRecorder(trainer.model, trainer.optimizer, sink, optimizer_every=trainer.settings.save_every, rank=ranks.rank, world_size=ranks.size,
+    return StepRecorder(trainer.model, trainer.optimizer, sink, optimizer_every=trainer.settings.save_every or _NEVER, rank=ranks.rank, world_size=ranks.size,
                         combine=None if ranks.size == 1 else lambda values: ranks.combine(values, "the step's record"))
 
 

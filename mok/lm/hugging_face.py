@@ -116,7 +116,7 @@ def _check(config: ModelConfig) -> None:
 def _qkv_rows(config: ModelConfig) -> list[int]:
     """Rows of q, k and v in our one projection."""
     kv = config.num_kv_heads * config.head_dim
-    return [config.hidden_size, kv, kv]
+    return [config.num_heads * config.head_dim, kv, kv]
 
 
 def _their_config(config: ModelConfig) -> dict[str, Any]:

@@ -36,9 +36,10 @@ class TrainSettings:
     """Everything that decides a run's numbers, but the text itself and the device.
 
     config: a name in `mok.lm.model.CONFIGS`. precision: "fp32", or "bf16" (fp32 weights, products in bf16 through autocast).
-    moe_impl: "engine" or "reference". batch_size: sequences a step, split into `accumulate` equal parts that run one after another.
+    moe_impl: a name in `mok.lm.model.MOE_IMPLS`. batch_size: sequences a step, split into `accumulate` equal parts that run one after another.
     learning_rate: the peak of warm-up (warmup_steps, linear) and cosine. grad_clip: largest global gradient norm. eval_every, save_every: steps
-    between validations and between checkpoints. eval_tokens: targets of one validation. Raises ValueError for a value out of range.
+    between validations and between checkpoints; save_every = 0 leaves a checkpoint only where the run is stopped. eval_tokens: targets of one
+    validation. Raises ValueError for a value out of range.
     """
 
     config: str = "small"
@@ -62,10 +63,10 @@ class TrainSettings:
             raise ValueError(f"precision={self.precision!r} must be one of {', '.join(TRAIN_PRECISIONS)}")
         if self.moe_impl not in MOE_IMPLS:
             raise ValueError(f"moe_impl={self.moe_impl!r} must be one of {', '.join(MOE_IMPLS)}")
-        for name in ("steps", "batch_size", "accumulate", "eval_every", "save_every", "eval_tokens"):
+        for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("seed", "warmup_steps", "weight_decay"):
+        for name in ("seed", "warmup_steps", "weight_decay", "save_every"):
             if not 0 <= getattr(self, name) < math.inf:          # a NaN fails it too
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of at least 0")
         for name in ("learning_rate", "grad_clip"):
@@ -127,9 +128,12 @@ class Trainer:
     ranks: the processes that train together, None = this one alone. Each has every dense parameter, a block of every layer's experts, and
     computes its share of each part of the global batch; batch, order and schedule do not depend on how many there are. All ranks call every
     method that computes, saves or loads.
+
+    model: one of settings' sizes on `device` whose values the caller chose, None = the model that settings say.
     """
 
-    def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu", ranks: Ranks | None = None) -> None:
+    def __init__(self, settings: TrainSettings, corpus: Corpus, device: torch.device | str = "cpu", ranks: Ranks | None = None,
+                 model: LanguageModel | None = None) -> None:
         config = config_by_name(settings.config)
         self.ranks = Ranks() if ranks is None else ranks
         self.device = torch.device(device)
@@ -137,7 +141,7 @@ class Trainer:
         self.settings = settings
         self.corpus = corpus
         self.step = 0
-        self.model = LanguageModel(config, settings.seed, settings.moe_impl, self.ranks.group).to(self.device)
+        self.model = LanguageModel(config, settings.seed, settings.moe_impl, self.ranks.group).to(self.device) if model is None else model
         self.validation = validation_windows(corpus, config.seq_len, settings.eval_tokens)
         self.optimizer = _optimizer(self.model, settings)
         experts = expert_layers(self.model)
@@ -271,12 +275,13 @@ class Trainer:
 def fit(trainer: Trainer, run: RunFolder, report: Report, stop: Callable[[], bool] = lambda: False) -> bool:
     """Train until settings.steps, or until `stop()` is true after a step; validates, writes metrics and checkpoints on the way.
 
-    Returns True when all steps are done, False when stopped; either way the newest checkpoint is of the last step. With several ranks all call
+    Returns True when all steps are done, False when stopped; either way the newest checkpoint is of the last step (with save_every = 0 there is
+    none of a run that was not stopped). With several ranks all call
     it, rank 0 writes and reports, and `stop()` on any of them stops all after the same step.
     """
     settings, ranks = trainer.settings, trainer.ranks
     with deterministic_libraries(trainer.device):
-        if trainer.step == 0:
+        if trainer.step == 0 and settings.save_every:
             trainer.save(run)
         while trainer.step < settings.steps:
             if ranks.any(stop(), "the start of a step"):
@@ -292,7 +297,7 @@ def fit(trainer: Trainer, run: RunFolder, report: Report, stop: Callable[[], boo
                 if ranks.leads:
                     run.append_metrics({"step": trainer.step, "validation_loss": loss})
                     report.on_validation(trainer.step, loss)
-            if done or trainer.step % settings.save_every == 0:
+            if settings.save_every and (done or trainer.step % settings.save_every == 0):
                 trainer.save(run)
     return True
 

@@ -32,10 +32,11 @@ def test_rope_scores_depend_on_distance_alone():
     assert torch.equal(apply_rope(q, cos, sin)[..., 0, :], q[..., 0, :])      # position 0 is not rotated
 
 
-def test_attention_is_grouped_query_attention_spelled_out():
-    model = LanguageModel(TINY, seed=3)
+@pytest.mark.parametrize("config", [TINY, replace(TINY, head_size=12)])       # heads that together are wider than the hidden size
+def test_attention_is_grouped_query_attention_spelled_out(config: ModelConfig):
+    model = LanguageModel(config, seed=3)
     attention, x = model.blocks[0].attention, torch.randn(2, 9, TINY.hidden_size)
-    d, kv = TINY.head_dim, TINY.num_kv_heads
+    d, kv = config.head_dim, TINY.num_kv_heads
     qkv = (x @ attention.qkv.weight.T).view(2, 9, -1, d)
     expected = torch.zeros(2, 9, TINY.num_heads, d)
     for b in range(2):
@@ -98,6 +99,8 @@ def test_bad_sizes_and_names_are_named():
         replace(TINY, hidden_size=30)
     with pytest.raises(ValueError, match=r"num_heads=4 must be a multiple of num_kv_heads=3"):
         replace(TINY, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"head_size=3 must be a positive even number"):
+        replace(TINY, head_size=3)
     with pytest.raises(ValueError, match=r"config='huge' must be one of tiny, small, 1b"):
         config_by_name("huge")
     with pytest.raises(ValueError, match=r"moe_impl='magic' must be one of engine, reference"):

@@ -76,17 +76,18 @@ def test_resuming_needs_the_optimizer_state(tmp_path: Path, corpus: Corpus):
     assert expected[0] == actual[0] and expected[1] != actual[1]
 
 
-def test_engine_tracks_the_reference_over_the_first_ten_steps(corpus: Corpus):
+@pytest.mark.parametrize("moe_impl", ["reference", "grouped_mm"])
+def test_engine_tracks_another_implementation_over_the_first_ten_steps(corpus: Corpus, moe_impl):
     settings = replace(SETTINGS, steps=10)
-    engine, reference = Trainer(settings, corpus), Trainer(replace(settings, moe_impl="reference"), corpus)
-    assert type(engine.model.moe_layers[0]) is not type(reference.model.moe_layers[0])
+    engine, other = Trainer(settings, corpus), Trainer(replace(settings, moe_impl=moe_impl), corpus)
+    assert type(engine.model.moe_layers[0]) is not type(other.model.moe_layers[0])
     for _ in range(10):
-        a, b = engine.train_step(), reference.train_step()
+        a, b = engine.train_step(), other.train_step()
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
         assert a.aux_loss == pytest.approx(b.aux_loss, rel=1e-4)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
         assert sum(abs(x - y) for p, q in zip(a.expert_load, b.expert_load) for x, y in zip(p, q)) <= 4      # a near-tie may flip
-    assert engine.evaluate() == pytest.approx(reference.evaluate(), rel=1e-4)
+    assert engine.evaluate() == pytest.approx(other.evaluate(), rel=1e-4)
 
 
 def test_it_learns_more_than_a_bigram_model_can():
@@ -182,6 +183,16 @@ def test_checkpoints_are_kept_at_steps_and_hold_every_tensor(tmp_path: Path, cor
     assert not [p for p in run.path.rglob("*") if "partial" in p.name]
 
 
+def test_without_checkpoints_only_a_stopped_run_leaves_one(tmp_path: Path, corpus: Corpus):
+    settings = replace(SETTINGS, save_every=0)
+    whole, run = Trainer(settings, corpus), run_of(tmp_path / "whole", settings)
+    assert fit(whole, run, Silent()) and whole.step == 6
+    assert list_checkpoints(run.checkpoints) == []
+    stopped, run = Trainer(settings, corpus), run_of(tmp_path / "stopped", settings)
+    assert not fit(stopped, run, Silent(), stop_after(stopped, 4))
+    assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-00000004"]
+
+
 def test_a_checkpoint_of_another_text_or_size_is_refused_with_both_quantities(tmp_path: Path, corpus: Corpus):
     trainer, run = Trainer(SETTINGS, corpus), run_of(tmp_path / "run")
     trainer.train_step()
@@ -201,8 +212,8 @@ def test_a_checkpoint_of_another_text_or_size_is_refused_with_both_quantities(tm
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"steps": 0}, "steps=0 must be at least 1"), ({"precision": "fp8"}, "precision='fp8' must be one of fp32, bf16"),
-    ({"moe_impl": "x"}, "moe_impl='x' must be one of engine, reference"),
-    ({"batch_size": 5, "accumulate": 2}, "batch_size=5 must be a multiple of accumulate=2"),
+    ({"moe_impl": "x"}, "moe_impl='x' must be one of engine, reference, grouped_mm"),
+    ({"batch_size": 5, "accumulate": 2}, "batch_size=5 must be a multiple of accumulate=2"), ({"save_every": -1}, "save_every=-1 must be a number of at least 0"),
     ({"learning_rate": 0.0}, "learning_rate=0.0 must be a positive number"), ({"seed": -1}, "seed=-1 must be a number of at least 0"),
     ({"config": "big"}, "config='big' must be one of tiny, small, 1b"), ({"learning_rate": math.nan}, "learning_rate=nan must be a positive number"),
     ({"weight_decay": math.nan}, "weight_decay=nan must be a number of at least 0"),
