@@ -1,0 +1,367 @@
+"""A model of the flags between ranks (docs/fabric.md): the kernels' waits under the kernels' names, run in random interleavings on a CPU.
+
+Every role of every rank is a generator that yields where another role may come in between, or yields a predicate to wait for. Each cell of memory holds
+(launch, place in it, value), so a reader sees at once whether what it reads is older than what it wants (a lost row) or newer (reused too early). Memory is
+sequentially consistent here: the model finds missing waits and wrong orders, not missing fences.
+
+Dimensions are as small as the faults allow: tiles of BLOCK rows, rings of ROW_RING and HIDDEN_RING tiles, K routes, at most MAX_TOKENS tokens a rank.
+"""
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mok.fabric.flag_page import FLAGS
+from mok.plan import experts_of_rank
+
+BLOCK, ROW_RING, HIDDEN_RING, K, MAX_TOKENS = 2, 2, 2, 2, 2
+MOVERS, CONSUMERS = 2, 2
+# Every wait of the exchange and the launch. `x_ready own`: before the first look at token_arrived.
+WAITS = ("ids_ready", "staged", "x_ready", "row place", "rows_ready", "hidden place", "hidden_ready", "results_ready", "x_ready own", "token_arrived",
+         "pulled", "x_consumed")
+FAULTS = ("one ids buffer", "flags compared with ==", "x_consumed counted and zeroed", "zeroed after x_ready", "blocking, sums before pushes")
+KINDS = ("announce", "pull", "report", "push", "sum")      # what a mover does, the first possible one first
+Role = Iterator[Callable[[], bool] | None]
+Cell = tuple[int, int, object]
+
+
+class Deadlock(Exception):
+    """No role can go on."""
+
+
+class EarlyReuse(Exception):
+    """A cell was overwritten before its reader came."""
+
+
+class LostRow(Exception):
+    """A cell was read before it was written, or a result was never summed."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One pass over the exchange's routes: `exchange` is the number of the exchange whose plan it uses, `returns` whether row results go home."""
+    exchange: int
+    returns: bool = True
+
+
+@dataclass
+class Rank:
+    """What one rank's GPU memory holds: peers may reach the first group of fields alone."""
+    flags: dict[str, list[int]]
+    token_arrived: list[int]
+    ids: list[list[Cell]]
+    x: list[Cell]
+    slots: list[Cell]
+    row_ring: list[Cell] = field(default_factory=lambda: [_EMPTY] * (ROW_RING * BLOCK))
+    hidden_ring: list[Cell] = field(default_factory=lambda: [_EMPTY] * HIDDEN_RING)
+    results: dict[int, Cell] = field(default_factory=dict)                              # row -> its result: a full buffer, no ring
+    plans: dict[int, list[tuple[int, int, int] | None]] = field(default_factory=dict)   # exchange -> rows (home, token, k), None = padding
+    summed: dict[int, dict[int, list]] = field(default_factory=dict)                    # launch -> token -> its routes' results, in k order
+    stopped: bool = False                                                               # its host launches nothing any more
+
+
+_EMPTY: Cell = (0, 0, None)
+
+
+@dataclass
+class Counters:
+    """One rank's counters in one launch; the kernel has two sets, one zeroed while the other is in use."""
+    rows_ready: list[int]
+    hidden_ready: list[int]
+    results_ready: list[int]
+    staged: int = 0
+    pulled: int = 0
+
+
+class Model:
+    """`run(seed)` plays `launches` (an exchange before the first launch of each number) on W ranks under one schedule; it raises what goes wrong.
+
+    routes[exchange][rank]: T lists of K expert numbers, -1 = none. without: names of waits left out. fault: one of FAULTS. blocking: movers do all of one
+    kind before the next and block in each, instead of doing what is possible. stop: (rank, launch) before which that rank's host stops; the others must then
+    time out, abort and end.
+    """
+
+    def __init__(self, routes: Sequence[Sequence[Sequence[Sequence[int]]]], launches: Sequence[Launch], num_experts: int, *,
+                 without: Sequence[str] = (), fault: str | None = None, blocking: bool = False, stop: tuple[int, int] | None = None) -> None:
+        assert set(without) <= set(WAITS) and fault in (None, *FAULTS)
+        self.routes, self.launches, self.without, self.fault, self.stop = routes, launches, set(without), fault, stop
+        self.blocking = blocking or fault == "blocking, sums before pushes"
+        self.W = len(routes[0])
+        self.owner = [rank for rank in range(self.W) for _ in range(experts_of_rank(num_experts, self.W, rank)[1])]
+        names = [name for name in FLAGS if name != "token_arrived"]
+        self.ranks = [Rank({name: [0] * self.W for name in names}, [0] * MAX_TOKENS, [[_EMPTY] * (MAX_TOKENS * K) for _ in range(2)], [_EMPTY] * MAX_TOKENS,
+                           [_EMPTY] * (MAX_TOKENS * K)) for _ in range(self.W)]
+
+    # ---- schedule ------------------------------------------------------------------------------------------------------------------
+
+    def run(self, seed: int) -> int:
+        """Play one schedule: uniformly random choices for even seeds, for odd ones random priorities that change now and then, which delays some
+        roles for long. Returns the number of steps."""
+        chance = random.Random(seed)
+        roles: dict[Role, tuple[Callable[[], bool] | None, float]] = {self._stream(r): (None, chance.random()) for r in range(self.W)}
+        self._start = lambda role: roles.__setitem__(role, (None, chance.random()))
+        steps = 0
+        while roles:
+            ready = [role for role, (blocked, _) in roles.items() if blocked is None or blocked()]
+            if not ready:
+                self._time_out(roles, chance)
+                continue
+            role = chance.choice(ready) if seed % 2 == 0 else max(ready, key=lambda r: roles[r][1])
+            steps += 1
+            try:
+                blocked = next(role)
+            except StopIteration:
+                del roles[role]
+            else:
+                roles[role] = (blocked, chance.random() if chance.random() < 0.05 else roles[role][1])
+        self._check_sums()
+        return steps
+
+    def _time_out(self, roles: dict, chance: random.Random) -> None:
+        """Nobody can go on: a fault, unless a rank has stopped; then one that waits times out and tells every page (rule 8)."""
+        running = [r for r in range(self.W) if not self.ranks[r].stopped and not any(self.ranks[r].flags["abort"])]
+        if self.stop is None or not self.ranks[self.stop[0]].stopped or not running:
+            raise Deadlock
+        first = chance.choice(running)
+        for peer in self.ranks:
+            peer.flags["abort"][first] = 1
+
+    def aborted(self, r: int) -> bool:
+        return any(self.ranks[r].flags["abort"])
+
+    def wait(self, r: int, name: str, reached: Callable[[], bool]) -> Callable[[], bool]:
+        """The predicate of a wait: true when reached, after an abort, or when this wait is left out."""
+        return (lambda: True) if name in self.without else lambda: reached() or self.aborted(r)
+
+    def flag(self, r: int, name: str, source: int, epoch: int) -> bool:
+        """Whether rank r sees that `source` has reached the epoch."""
+        seen = self.ranks[r].flags[name][source]
+        return seen == epoch if self.fault == "flags compared with ==" else seen >= epoch
+
+    def consumed(self, r: int, source: int, epoch: int) -> bool:
+        """Whether rank r sees that `source` has pulled all its rows of this launch."""
+        if self.fault == "x_consumed counted and zeroed":
+            return self.ranks[r].flags["x_consumed"][source] == 1
+        return self.flag(r, "x_consumed", source, epoch)
+
+    def signal(self, r: int, name: str, epoch: int) -> Role:
+        """Rank r tells every page, its own too."""
+        for peer in self.ranks:
+            counted = name == "x_consumed" and self.fault == "x_consumed counted and zeroed"
+            peer.flags[name][r] = peer.flags[name][r] + 1 if counted else epoch
+            yield None
+
+    def expect(self, r: int, cell: Cell, wanted: Cell) -> None:
+        if cell != wanted and not self.aborted(r):
+            raise (EarlyReuse if cell[:2] > wanted[:2] else LostRow)(f"rank {r} wanted {wanted} and read {cell}")
+
+    def _check_sums(self) -> None:
+        for r, rank in enumerate(self.ranks):
+            for n, launch in enumerate(self.launches, 1):
+                tokens = self.routes[launch.exchange - 1][r]
+                if not launch.returns or self.aborted(r) or rank.stopped:
+                    continue
+                wanted: dict = {t: [(n, r, t, k, self.owner[expert]) for k, expert in enumerate(row) if expert >= 0] for t, row in enumerate(tokens)}
+                if rank.summed.get(n, {}) != wanted:
+                    raise LostRow(f"rank {r} summed {rank.summed.get(n, {})} in launch {n} instead of {wanted}")
+
+    # ---- one rank's stream: kernels one after another -----------------------------------------------------------------------------
+
+    def _stream(self, r: int) -> Role:
+        for n, launch in enumerate(self.launches, 1):
+            if self.stop == (r, n):
+                self.ranks[r].stopped = True
+                return
+            if launch.exchange not in self.ranks[r].plans:
+                yield from self._exchange(r, launch.exchange)
+            if self.aborted(r):                             # a dead group launches nothing more
+                return
+            plan = self.ranks[r].plans[launch.exchange]
+            counters = Counters(*([0] * (len(plan) // BLOCK) for _ in range(3)))
+            ended: list[bool] = []
+            if self.fault == "x_consumed counted and zeroed":
+                self.ranks[r].flags["x_consumed"] = [0] * self.W
+            for m in range(MOVERS):
+                self._start(self._ending(Mover(self, r, n, launch, plan, counters, m).role(), ended))
+            for which in range(CONSUMERS):
+                self._start(self._ending(self._consumer(r, n, plan, counters, which), ended))
+            yield lambda ended=ended: len(ended) == MOVERS + CONSUMERS
+            self._check_end(r, n, launch)
+
+    def _ending(self, role: Role, ended: list[bool]) -> Role:
+        yield from role
+        ended.append(True)
+
+    def _check_end(self, r: int, n: int, launch: Launch) -> None:
+        """Rule 5: no signal to this launch is still on its way when the kernel has ended."""
+        valid = [sum(expert >= 0 for expert in row) for row in self.routes[launch.exchange - 1][r]]
+        arrived = self.ranks[r].token_arrived[:len(valid)]
+        if launch.returns and not self.aborted(r) and arrived != valid:
+            raise LostRow(f"rank {r} ended launch {n} with {arrived} results of its tokens instead of {valid}")
+
+    # ---- the exchange kernel --------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, r: int, e: int) -> Role:
+        me, buffer = self.ranks[r], 0 if self.fault == "one ids buffer" else e % 2
+        mine = [expert for row in self.routes[e - 1][r] for expert in row]
+        for i in range(MAX_TOKENS * K):
+            me.ids[buffer][i] = (e, i, mine[i] if i < len(mine) else -1)
+            yield None
+        yield from self.signal(r, "ids_ready", e)
+        rows: dict[int, list] = {}
+        for p in range(self.W):
+            yield self.wait(r, "ids_ready", lambda p=p: self.flag(r, "ids_ready", p, e))
+            theirs = [expert for row in self.routes[e - 1][p] for expert in row]
+            for i in range(MAX_TOKENS * K):
+                self.expect(r, self.ranks[p].ids[buffer][i], (e, i, theirs[i] if i < len(theirs) else -1))
+                expert = self.ranks[p].ids[buffer][i][2]
+                if isinstance(expert, int) and expert >= 0 and self.owner[expert] == r:
+                    rows.setdefault(expert, []).append((p, i // K, i % K))
+                yield None
+        plan: list = []
+        for expert in sorted(rows):
+            plan += rows[expert] + [None] * (-len(rows[expert]) % BLOCK)
+        me.plans[e] = plan
+
+    # ---- roles of a launch ----------------------------------------------------------------------------------------------------------
+
+    def _consumer(self, r: int, n: int, plan: list, c: Counters, which: int) -> Role:
+        """Tensor-core tasks in their static order, dealt out in turn: up of a tile, and down of the tile before it."""
+        me, tiles = self.ranks[r], len(plan) // BLOCK
+        tasks = [task for tile in range(tiles + 1) for task in (("up", tile), ("down", tile - 1)) if 0 <= task[1] < tiles]
+        for kind, tile in tasks[which::CONSUMERS]:
+            if kind == "up":
+                yield self.wait(r, "rows_ready", lambda tile=tile: c.rows_ready[tile] == BLOCK)
+                yield self.wait(r, "hidden place", lambda tile=tile: tile < HIDDEN_RING or c.results_ready[tile - HIDDEN_RING] > 0)
+                for row in range(tile * BLOCK, (tile + 1) * BLOCK):
+                    self.expect(r, me.row_ring[row % (ROW_RING * BLOCK)], (n, row, plan[row] and (plan[row][0], plan[row][1])))
+                    yield None
+                me.hidden_ring[tile % HIDDEN_RING] = (n, tile, "h")
+                yield None
+                c.hidden_ready[tile] = 1
+            else:
+                yield self.wait(r, "hidden_ready", lambda tile=tile: c.hidden_ready[tile] > 0)
+                self.expect(r, me.hidden_ring[tile % HIDDEN_RING], (n, tile, "h"))
+                for row in range(tile * BLOCK, (tile + 1) * BLOCK):
+                    me.results[row] = (n, row, plan[row] and (plan[row][0], plan[row][1]))
+                    yield None
+                c.results_ready[tile] = 1
+            yield None
+
+
+class Mover:
+    """One mover of a launch: stages its share, then announces, pulls, reports, pushes and sums."""
+
+    def __init__(self, model: Model, r: int, n: int, launch: Launch, plan: list, counters: Counters, m: int) -> None:
+        self.model, self.r, self.n, self.plan, self.c = model, r, n, plan, counters
+        self.me = model.ranks[r]
+        self.tokens = model.routes[launch.exchange - 1][r]
+        self.mine = list(range(m, len(self.tokens), MOVERS))
+        self.leads = m == 0
+        self.returns = launch.returns
+        rows = list(range(m, len(plan), MOVERS))
+        home = launch.returns
+        others = range(MOVERS - 1 - m, len(self.tokens), MOVERS)     # it sums tokens whose counters another mover zeroes
+        self.todo = {"announce": deque([0] * self.leads), "pull": deque(rows), "report": deque([0] * (self.leads and not home)),
+                     "push": deque(row for row in rows if home and plan[row] is not None), "sum": deque(others if home else ())}
+
+    def role(self) -> Role:
+        yield from self.stage()
+        if not self.todo["pull"]:
+            self.c.pulled += 1
+        kinds = list(KINDS)
+        if self.model.fault == "blocking, sums before pushes":
+            kinds = ["announce", "pull", "report", "sum", "push"]
+        while waiting := [kind for kind in kinds if self.todo[kind]]:
+            if self.model.blocking:
+                waiting = waiting[:1]
+            possible = [(getattr(self, f"can_{kind}")(self.todo[kind][0]), kind) for kind in waiting]
+            yield lambda possible=possible: any(reached() for reached, _ in possible)
+            for reached, kind in possible:
+                if reached():
+                    yield from getattr(self, kind)(self.todo[kind].popleft())
+                    break
+        if self.leads and not self.returns:              # rule 5: what was signalled to this launch is awaited in it
+            for p in range(self.model.W):
+                yield self.model.wait(self.r, "x_consumed", lambda p=p: self.model.consumed(self.r, p, self.n))
+
+    def stage(self) -> Role:
+        """Counters first: a token's counter is zero before anybody can know of this launch."""
+        for t in self.mine:
+            if self.model.fault != "zeroed after x_ready":
+                self.me.token_arrived[t] = 0
+            yield None
+            self.me.x[t] = (self.n, 0, (self.r, t))
+            yield None
+        self.c.staged += 1
+        yield None
+
+    def can_announce(self, _: int) -> Callable[[], bool]:
+        return self.model.wait(self.r, "staged", lambda: self.c.staged == MOVERS)
+
+    def announce(self, _: int) -> Role:
+        yield from self.model.signal(self.r, "x_ready", self.n)
+        if self.model.fault == "zeroed after x_ready":
+            self.me.token_arrived[:] = [0] * MAX_TOKENS
+
+    def can_pull(self, row: int) -> Callable[[], bool]:
+        before = row // BLOCK - ROW_RING                 # the tile that held this place: when its h is there, its rows have been read
+        place = self.model.wait(self.r, "row place", lambda: before < 0 or self.c.hidden_ready[before] > 0)
+        source = self.plan[row]
+        staged = self.model.wait(self.r, "x_ready", lambda: source is None or self.model.flag(self.r, "x_ready", source[0], self.n))
+        return lambda: place() and staged()
+
+    def pull(self, row: int) -> Role:
+        source, value = self.plan[row], None
+        if source is not None:
+            home, t, _ = source
+            self.model.expect(self.r, self.model.ranks[home].x[t], (self.n, 0, (home, t)))
+            value = (home, t)
+            yield None
+        self.me.row_ring[row % (ROW_RING * BLOCK)] = (self.n, row, value)
+        yield None
+        self.c.rows_ready[row // BLOCK] += 1
+        yield None
+        if not self.todo["pull"]:
+            self.c.pulled += 1
+
+    def can_report(self, _: int) -> Callable[[], bool]:
+        return self.model.wait(self.r, "pulled", lambda: self.c.pulled == MOVERS)
+
+    def report(self, _: int) -> Role:
+        yield from self.model.signal(self.r, "x_consumed", self.n)
+
+    def can_push(self, row: int) -> Callable[[], bool]:
+        return self.model.wait(self.r, "results_ready", lambda: self.c.results_ready[row // BLOCK] > 0)
+
+    def push(self, row: int) -> Role:
+        """No wait for the home's x_ready: the row was pulled from that home in this launch."""
+        source = self.plan[row]
+        assert source is not None
+        home, t, k = source
+        self.model.expect(self.r, self.me.results.get(row, _EMPTY), (self.n, row, (home, t)))
+        yield None
+        peer = self.model.ranks[home]
+        peer.slots[t * K + k] = (self.n, 0, (self.n, home, t, k, self.r))
+        yield None
+        peer.token_arrived[t] += 1
+        yield None
+
+    def can_sum(self, t: int) -> Callable[[], bool]:
+        valid = sum(expert >= 0 for expert in self.tokens[t])
+        zeroed = self.model.wait(self.r, "x_ready own", lambda: self.model.flag(self.r, "x_ready", self.r, self.n))
+        arrived = self.model.wait(self.r, "token_arrived", lambda: self.me.token_arrived[t] == valid)
+        return lambda: zeroed() and arrived()
+
+    def sum(self, t: int) -> Role:
+        results = []
+        for k, expert in enumerate(self.tokens[t]):
+            if expert >= 0:
+                value = (self.n, self.r, t, k, self.model.owner[expert])
+                self.model.expect(self.r, self.me.slots[t * K + k], (self.n, 0, value))
+                results.append(value)
+                yield None
+        self.me.summed.setdefault(self.n, {})[t] = results
+        yield None
