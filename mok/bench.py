@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .bench_cuda import BLOCKS, PASSES, SHAPES, Case, Say, Shape, Stopwatch, run_cuda_bench, source_commit, verify
+from .bench_cuda import BLOCK_MS, BLOCKS, PASSES, SHAPES, Case, Say, Shape, Stopwatch, run_cuda_bench, source_commit, verify
 from .engines.cpu_tiles import TAIL_ROWS, TILE_ROWS, TileSizes
 
 CPU_SHAPE = Shape("cpu", 4096, 1024, 512, 16, 4)
@@ -143,11 +143,20 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def run_bench(device: torch.device, shapes: Sequence[Shape] | None = None, passes: Sequence[str] | None = None, *, command: str = "",
-              say: Say | None = None) -> dict:
-    """The benchmark of one device; None: all that it measures. Returns the record that `mok bench --json` prints."""
+def run_bench(device: torch.device, shapes: Sequence[Shape] | None = None, passes: Sequence[str] | None = None, *, block_ms: float | None = None,
+              breakdown: bool = False, command: str = "", say: Say | None = None) -> dict:
+    """The benchmark of one device; None: all that it measures. Returns the record that `mok bench --json` prints.
+
+    block_ms: length of one of the five blocks, None = the device's own. breakdown: with parts of the fused kernels left out, too.
+    """
+    if block_ms is not None and not 0 < block_ms < float("inf"):
+        raise ValueError(f"{block_ms=} must be a positive number")
     if device.type == "cpu":
-        return bench_cpu(shapes or (CPU_SHAPE,), passes or CPU_PASSES, command=command, say=say)
+        if breakdown:
+            raise NotImplementedError("breakdown=True is of the fused GPU kernels; a CPU has no such parts to leave out")
+        return bench_cpu(shapes or (CPU_SHAPE,), passes or CPU_PASSES, command=command, say=say,
+                         block_s=_BLOCK_S if block_ms is None else block_ms / 1e3)
     if device.type == "cuda":
-        return run_cuda_bench(shapes or tuple(SHAPES.values()), passes or tuple(PASSES), command=command, device=device, say=say)
+        return run_cuda_bench(shapes or tuple(SHAPES.values()), passes or tuple(PASSES), command=command, block_ms=block_ms or BLOCK_MS,
+                              breakdown=breakdown, device=device, say=say)
     raise ValueError(f"device={str(device)!r} must be a CPU or a CUDA device")

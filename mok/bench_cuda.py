@@ -25,8 +25,14 @@ from .function import moe
 from .reference import expert_reference, moe_reference
 from .unfused import unfused_moe
 
+BLOCK_MS = 100.0
 PASSES = {"forward": 6, "forward-no-grad": 6, "backward": 12, "forward+backward": 18}   # FLOPs / (T*K*H*I)
 IMPLS = ("mok", "unfused")
+# What a run of the fused kernels leaves out in a breakdown -> the `omit` of ForwardConfig and of BackwardConfig; such runs compute nothing right
+LEFT_OUT = {
+    "forward": {"dispatch copies": 1, "combine": 2},
+    "backward": {"copies of dy": 1, "copies of x": 2, "sums": 4, "arithmetic of the dh epilogue": 8, "all of these": 15},
+}
 BLOCKS = 5
 ROOF_DIFFERENCE = 0.03
 ROOF_ATTEMPTS = 4
@@ -123,6 +129,23 @@ class Case:
             return forward_backward
         y = self.run(impl, precision)
         return lambda: torch.autograd.grad(y, self.leaves, self.dy, retain_graph=True)
+
+    def call_without(self, which: str, omit: int) -> Callable[[], object]:
+        """A function that runs the fused kernel of one pass ("forward" or "backward") with the parts `omit` left out; plan and saved tensors made here."""
+        from .engines.hopper import backward_launch, forward, launch
+        from .engines.hopper.engine import HopperEngine
+        from .engines.protocol import MoETensors, PassOptions, Wants
+
+        x, topk_weights, w_gate_up, w_down = (leaf.detach() for leaf in self.leaves)
+        tensors = MoETensors(x, topk_weights, w_gate_up, w_down)
+        options = PassOptions(save_for_backward=True)
+        plan = HopperEngine().build_plan(self.topk_ids, self.shape.E)
+        if which == "forward":
+            config = forward.ForwardConfig(True, launch.mover_warps(None), omit=omit)
+            return lambda: launch.forward(plan, tensors, options, config)
+        saved, wants = launch.forward(plan, tensors, options)[1], Wants(True, True, True, True)
+        variant = backward_launch.BackwardConfig(backward_launch.VARIANTS["swiglu"], omit=omit)
+        return lambda: backward_launch.hopper_backward(plan, tensors, options, saved, self.dy, wants, None, variant)
 
     def executed_ratio(self) -> float:
         """Rows multiplied, each expert's padded to BLOCK_M, over rows needed."""
@@ -254,16 +277,20 @@ def measure(call: Callable[[], object], watch: Stopwatch, roof: Roof, block_ms: 
 
 
 def run_cuda_bench(shapes: Sequence[Shape], passes: Sequence[str] = tuple(PASSES), impls: Sequence[str] = IMPLS, *, precision: str = "bf16",
-                   command: str = "", block_ms: float = 100.0, device: torch.device | None = None, roof_size: int = 8192,
-                   say: Say | None = None) -> dict:
+                   command: str = "", block_ms: float = BLOCK_MS, breakdown: bool = False, device: torch.device | None = None,
+                   roof_size: int = 8192, say: Say | None = None) -> dict:
     """Verify and time every (shape, pass, implementation); returns the record that `mok bench --json` prints.
 
-    block_ms: length of one of the five blocks. device: None = the current CUDA device. say: takes progress lines, None = stderr.
+    block_ms: length of one of the five blocks. breakdown: also time the fused kernels of the forward and backward passes among `passes` with
+    parts left out (LEFT_OUT), as impl "mok without ..."; the plan is made beforehand there, and also for the whole kernel's "mok without nothing".
+    device: None = the current CUDA device. say: takes progress lines, None = stderr.
     Raises RuntimeError where a result is wrong, ValueError for an unknown pass or implementation.
     """
     for name, value, known in [("pass", which, PASSES) for which in passes] + [("impl", impl, IMPLS) for impl in impls]:
         if value not in known:
             raise ValueError(f"{name} {value!r} must be one of {', '.join(known)}")
+    if breakdown:
+        _check_breakdown(shapes, precision, device)
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     watch = Stopwatch(device)
@@ -284,9 +311,28 @@ def run_cuda_bench(shapes: Sequence[Shape], passes: Sequence[str] = tuple(PASSES
                 results.append(measured.record(shape, which, precision, impl))
                 note = "" if measured.steady else f"  UNSTEADY: roof {measured.roofs[0]:.0f} then {measured.roofs[1]:.0f}"
                 say("  " + result_line(results[-1], results) + note)
+        for which, impl, omit in _breakdown_runs(passes) if breakdown else ():
+            measured = measure(case.call_without(which, omit), watch, roof, block_ms)
+            results.append(measured.record(shape, which, precision, impl))
+            say("  " + result_line(results[-1], results))
         del case
     return {"date": datetime.date.today().isoformat(), "commit": source_commit(), "gpu": _device_name(device), "torch": torch.__version__,
             "triton": _version("triton"), "command": command, "roof_tflops": round(statistics.mean(roofs), 1) if roofs else 0.0, "results": results}
+
+
+def _breakdown_runs(passes: Sequence[str]) -> list[tuple[str, str, int]]:
+    """(pass, impl, omit) of every run of a breakdown."""
+    return [(which, f"mok without {what}", omit) for which in passes if which in LEFT_OUT for what, omit in {"nothing": 0, **LEFT_OUT[which]}.items()]
+
+
+def _check_breakdown(shapes: Sequence[Shape], precision: str, device: torch.device | None) -> None:
+    """NotImplementedError unless the fused kernels run these shapes."""
+    from .engines.hopper.limits import unsupported_reason
+
+    where = device or torch.device("cuda")
+    for shape in shapes:
+        if (reason := unsupported_reason(where, torch.bfloat16, shape.H, shape.I)) is not None:
+            raise NotImplementedError(f"breakdown=True is of the fused kernels, which do not run here: {reason}")
 
 
 def result_line(result: dict, results: Sequence[dict]) -> str:

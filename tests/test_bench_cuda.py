@@ -140,3 +140,28 @@ def test_shapes_by_name_and_by_numbers():
     for bad in ("mixtral", "1,2,3,4", "1,2,3,4,0", "1,2,3,4,5", "a,b,c,d,e", "-1,2,3,4,1"):
         with pytest.raises(ValueError, match=bad):
             shape_of(bad)
+
+
+def test_a_breakdown_names_what_it_leaves_out(monkeypatch):
+    """The fused kernels stood in for by a note of what was asked of them; where they do not run a breakdown is refused."""
+    asked = []
+    monkeypatch.setattr(bench_cuda, "_check_breakdown", lambda *_: None)
+    monkeypatch.setattr(Case, "call_without", lambda self, which, omit: lambda: asked.append((which, omit)))
+    record = run_cuda_bench([SMALL], passes=["forward-no-grad", "backward"], impls=["mok"], block_ms=0.1, breakdown=True, device=CPU, roof_size=64,
+                            say=lambda line: None)
+    assert [r["impl"] for r in record["results"] if r["pass"] == "backward"] == [
+        "mok", "mok without nothing", "mok without copies of dy", "mok without copies of x", "mok without sums",
+        "mok without arithmetic of the dh epilogue", "mok without all of these"]
+    assert list(dict.fromkeys(asked)) == [("backward", omit) for omit in (0, 1, 2, 4, 8, 15)]
+    monkeypatch.undo()
+    with pytest.raises(NotImplementedError, match=r"breakdown=True.*not a CUDA device"):
+        run_cuda_bench([SMALL], breakdown=True, device=CPU)
+
+
+@pytest.mark.gpu
+def test_the_kernel_with_nothing_left_out_gives_the_layers_result():
+    case = Case(Shape("s", 300, 256, 128, 5, 2), torch.device("cuda"))
+    assert torch.equal(case.call_without("forward", 0)()[0], case.run("mok"))
+    grads, expected = case.call_without("backward", 0)(), case.calls("mok", "backward")()
+    for name, want in zip(("x", "topk_weights", "w_gate_up", "w_down"), expected):
+        assert torch.equal(getattr(grads, name), want), name

@@ -15,6 +15,7 @@ GPU a large bf16 product, on a CPU bare torch.mm calls for the same multiplicati
   mok bench                                  everything that is measured on this machine's device
   mok bench --device cpu --shape cpu         one shape by name
   mok bench --thiek 4096,1024,512,16,4       your own: tokens, hidden, intermediate, experts, experts per token
+  mok bench --shape olmoe --breakdown        with parts of the fused kernels left out
   mok bench --json | tail -1 > result.json   keep the record"""
 
 
@@ -25,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--thiek", action="append", metavar="T,H,I,E,K", help="a layer by its sizes, may be given several times")
     parser.add_argument("--pass", action="append", dest="passes", metavar="PASS",
                         help="forward, forward-no-grad, backward or forward+backward, may be given several times (default: all of the device's)")
+    parser.add_argument("--block-ms", type=float, metavar="MS", help="length of one of the five timed blocks (default: 100 on a GPU, 1000 on a CPU)")
+    parser.add_argument("--breakdown", action="store_true", help="on a Hopper GPU: also time the fused kernels with parts left out, to see what each costs")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
@@ -36,7 +39,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     shapes = named + [shape_of(sizes) for sizes in arguments.thiek or ()]
     output.line(f"benchmark on {device}")
     with output.bar("measuring", None):
-        record = run_bench(device, shapes or None, arguments.passes, command=_command(arguments), say=output.line)
+        record = run_bench(device, shapes or None, arguments.passes, block_ms=arguments.block_ms, breakdown=arguments.breakdown,
+                           command=_command(arguments), say=output.line)
     output.line("tflops, ratio_to_roof: of the layer's own multiplications, padding not counted; spread: the farthest block's distance from the median")
     output.finish(record)
     return 0
@@ -47,4 +51,6 @@ def _command(arguments: argparse.Namespace) -> str:
     words = ["mok", "bench"]
     for option, values in (("--device", [arguments.device]), ("--shape", arguments.shape), ("--thiek", arguments.thiek), ("--pass", arguments.passes)):
         words += [word for value in values or () if value is not None for word in (option, value)]
-    return shlex.join([*words, "--json"] if arguments.json else words)
+    words += ["--block-ms", f"{arguments.block_ms:g}"] if arguments.block_ms is not None else []
+    words += [option for option, given in (("--breakdown", arguments.breakdown), ("--json", arguments.json)) if given]
+    return shlex.join(words)
