@@ -16,7 +16,7 @@ from mok.plan import plan_capacity
 
 pytestmark = pytest.mark.gpu
 SETTINGS = TrainSettings(config="small", steps=50, precision="bf16", batch_size=16)
-TEXT = Path(__file__).parents[2] / "mok"
+TEXT = Path(__file__).parents[2] / "mok" / "lm" / "trainer.py"
 
 
 @pytest.fixture(scope="module")
