@@ -103,13 +103,12 @@ class PeerMemory:
         self.local, self.peers, self.table = {}, {}, {}
         if abandon:
             self._memory.close_peers()
-            return
-        self._rendezvous.barrier()                         # no kernel of any rank touches a peer any more
-        self._give_back()
+        else:
+            self._give_back()
 
     def _give_back(self) -> None:
         self._memory.close_peers()
-        self._rendezvous.barrier()
+        self._rendezvous.barrier()                         # from here on nobody has this rank's allocation mapped
         self._memory.free()
 
 
