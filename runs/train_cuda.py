@@ -36,8 +36,10 @@ import torch  # noqa: E402
 
 from mok import bench_cuda, unfused  # noqa: E402
 from mok.cli.main import main as cli  # noqa: E402
+from mok.cli.train import add_arguments, given_settings  # noqa: E402
 from mok.clip import clip_grad_norm_  # noqa: E402
 from mok.engines.hopper.engine import HopperEngine  # noqa: E402
+from mok.engines.hopper.state import set_spin_limit  # noqa: E402
 from mok.lm.data import load_corpus, training_windows  # noqa: E402
 from mok.lm.flops import flops_per_token, measured_roof  # noqa: E402
 from mok.lm.grouped_moe import GroupedMoE  # noqa: E402
@@ -47,6 +49,7 @@ from mok.runtime import runtime  # noqa: E402
 
 DEVICE = torch.device("cuda")
 STEPS, TRACKED = 50, 10
+ALWAYS = ["--device", "cuda", "--steps", str(STEPS), "--save-every", "0", "--eval-every", str(STEPS), "--sample-bytes", "0"]
 BILLION = ["--config", "1b", "--batch-size", "16", "--learning-rate", "3e-4"]
 END_TO_END = TrainSettings(config="qwen3-30b-a3b-6l", steps=1000, precision="bf16", batch_size=8, learning_rate=1e-4)
 WANTED_SPEEDUP, WANTED_OF_BOUND = 1.30, 0.97
@@ -65,13 +68,34 @@ def command(*arguments: str) -> dict[str, Any]:
 
 
 def cold(options: argparse.Namespace) -> dict[str, Any]:
-    """The first calls of a new process with an empty Triton cache; with --cache its compiled kernels serve the sections that follow."""
+    """The first calls of a new process with an empty Triton cache; with --cache its compiled kernels serve the sections that follow.
+
+    While that process compiles, this one takes the specification's first steps (`references`), which need none of the kernels.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run([sys.executable, str(ROOT / "runs" / "host_time.py"), "--cold"], capture_output=True, text=True, timeout=120,
-                                env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": options.cache or folder})
-    if result.returncode:
-        raise RuntimeError(result.stderr[-2000:])
-    return json.loads(result.stdout.splitlines()[-1])
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": options.cache or folder}
+        process = subprocess.Popen([sys.executable, str(ROOT / "runs" / "host_time.py"), "--cold"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, env=environment)
+        try:
+            references(options)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    if process.returncode:
+        raise RuntimeError(err[-2000:])
+    return json.loads(out.splitlines()[-1])
+
+
+def references(options: argparse.Namespace) -> None:
+    """The losses of --moe-impl reference over the first steps of both models, into options.references."""
+    for arguments in ([], BILLION):
+        settings = settings_of(arguments)
+        if settings.config not in options.references:
+            trainer = Trainer(replace(settings, moe_impl="reference"), load_corpus(), DEVICE)
+            with deterministic_libraries(DEVICE):
+                options.references[settings.config] = [trainer.train_step().loss for _ in range(TRACKED)]
+            del trainer
+            free_memory()
 
 
 def host(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,18 +104,23 @@ def host(options: argparse.Namespace) -> dict[str, Any]:
 
 def train(folder: Path, *arguments: str) -> tuple[dict[str, Any], list[float]]:
     """(the command's JSON, every step's loss) of `mok train` with these arguments."""
-    document = command("train", "--device", "cuda", "--steps", str(STEPS), "--save-every", "0", "--eval-every", str(STEPS), "--sample-bytes", "0",
-                       "--out", str(folder), *arguments)
+    document = command("train", *ALWAYS, "--out", str(folder), *arguments)
     losses = [entry["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss" in (entry := json.loads(line))]
     kept = ("parameters", "step", "loss", "validation_loss", "bigram_validation_loss", "tokens_per_s", "mfu", "seconds")
     return {**{name: document[name] for name in kept}, "settings": document["settings"], "chain": document.get("audit", {}).get("hash")}, losses
 
 
-def tracking(settings: dict[str, Any], losses: list[float]) -> dict[str, Any]:
+def settings_of(arguments: list[str]) -> TrainSettings:
+    """What `mok train` with these arguments makes of them."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return TrainSettings(**given_settings(parser.parse_args([*ALWAYS, *arguments]), DEVICE))
+
+
+def tracking(settings: dict[str, Any], losses: list[float], options: argparse.Namespace) -> dict[str, Any]:
     """How far the losses of the first steps are from those of --moe-impl reference."""
-    trainer = Trainer(replace(TrainSettings.from_dict(settings), moe_impl="reference"), load_corpus(), DEVICE)
-    with deterministic_libraries(DEVICE):
-        reference = [trainer.train_step().loss for _ in range(TRACKED)]
+    references(options)
+    reference = options.references[settings["config"]]
     differences = [abs(ours - theirs) / theirs for ours, theirs in zip(losses, reference)]
     return {"steps": TRACKED, "losses": [round(loss, 5) for loss in losses[:TRACKED]], "reference": [round(loss, 5) for loss in reference],
             "largest_relative_difference": float(f"{max(differences):.2e}")}
@@ -101,8 +130,8 @@ def default(options: argparse.Namespace) -> dict[str, Any]:
     """The default model: speed, the specification's losses, and two audited runs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plain, losses = train(folder / "plain")
         audited = [train(folder / run, "--audit", str(folder / f"{run}.jsonl")) for run in ("a", "b")]
+        plain, losses = train(folder / "plain")
         records = [(folder / f"{run}.jsonl").read_bytes() for run in ("a", "b")]
     tokens = plain["settings"]["batch_size"] * config_by_name(plain["settings"]["config"]).seq_len
     equal = audited[0][0]["chain"] == audited[1][0]["chain"] and records[0] == records[1]
@@ -110,7 +139,7 @@ def default(options: argparse.Namespace) -> dict[str, Any]:
         "chains": [run["chain"] for run, _ in audited], "identical": equal, "losses_equal_the_plain_run": losses == audited[0][1],
         "tokens_per_s": audited[1][0]["tokens_per_s"],
         "ms_a_step": round(1e3 * tokens * (1 / audited[1][0]["tokens_per_s"] - 1 / plain["tokens_per_s"]), 2)},
-        "tracking": tracking(plain["settings"], losses)}
+        "tracking": tracking(plain["settings"], losses, options)}
 
 
 def billion(options: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +147,7 @@ def billion(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         plain, losses = train(Path(name) / "run", *BILLION)
     free_memory()
-    return {"plain": plain, "tracking": tracking(plain["settings"], losses)}
+    return {"plain": plain, "tracking": tracking(plain["settings"], losses, options)}
 
 
 class Switch:
@@ -274,12 +303,12 @@ def kernels(trainer: Trainer, switch: Switch, impl: str, lines: int = 28) -> lis
 def bench(options: argparse.Namespace) -> dict[str, Any]:
     """`mok bench` of every named layer, of the first at T = 512, and where the time of its passes goes."""
     shapes = [word for name in options.shapes or bench_cuda.SHAPES for word in ("--shape", name)]
-    passes = ["--pass", "forward", "--pass", "forward-no-grad", "--pass", "backward", "--pass", "forward+backward"]
+    passes = [word for which in options.passes for word in ("--pass", which)]
     record = command("bench", "--device", "cuda", *shapes, "--thiek", "512,2048,768,128,8", *passes, "--block-ms", str(options.block_ms))
     record["commit"] = options.commit or record["commit"]
     if options.breakdown:
-        broken = command("bench", "--device", "cuda", "--shape", "qwen3-30b-a3b", "--pass", "forward", "--pass", "backward", "--block-ms",
-                         str(options.block_ms), "--breakdown")
+        broken = command("bench", "--device", "cuda", "--shape", "qwen3-30b-a3b", "--pass", options.breakdown, "--block-ms", str(options.block_ms),
+                         "--breakdown")
         record["breakdown"] = {name: broken[name] for name in ("command", "roof_tflops", "results")}
     return record
 
@@ -300,12 +329,15 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="record the kernels of a step end to end")
     parser.add_argument("--shapes", nargs="*", help="layers of the bench section (default: all)")
     parser.add_argument("--block-ms", type=float, default=20.0, help="length of a timed block of the bench section")
-    parser.add_argument("--breakdown", action="store_true", help="also time the first layer's kernels with parts left out")
+    parser.add_argument("--passes", nargs="*", default=["forward", "backward", "forward+backward"], help="passes of the bench section")
+    parser.add_argument("--breakdown", choices=["forward", "backward"], help="also time the first layer's kernel of this pass with parts left out")
     parser.add_argument("--cache", help="an empty folder for the cold section's Triton cache (default: one that is removed)")
     parser.add_argument("--commit", default="", help="commit to record where this is no checkout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--bench-out", type=Path, help="the bench section's record, as a file of its own")
     options = parser.parse_args()
+    options.references = {}
+    set_spin_limit(5.0)                                          # a fault of a kernel must not cost minutes
     names = sys.argv[1:]
     for option in ("--out", "--bench-out", "--cache"):                                   # paths of this machine are no part of the command
         if option in names:
