@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import mok.fabric.peer_memory as peer_memory
 from mok.fabric import flag_page
+from mok.fabric.abort import AbortWords
 from mok.fabric.choice import CUDA_IPC, PROCESS_GROUP, SINGLE, SYMMETRIC_MEMORY, Place, choose_fabric, place_of
 from mok.fabric.peer_memory import PeerMemory, PeersUnreachable, check_sizes, layout
 from mok.fabric.process_group import FabricTimeout
@@ -88,6 +89,29 @@ def test_words_of_a_page_do_not_collide():
     page[flag_page.ABORT + 2] = 5
     page[flag_page.ABORT - 1] = page[flag_page.ABORT + flag_page.MAX_RANKS] = 9           # its neighbours do not count
     assert flag_page.aborted(page, 3) == {2: 5}
+
+
+def give_up(group, folder: str):
+    """Rank 1's host gives up; all see it, by whom and why; then rank 0 too."""
+    rank, W = dist.get_rank(group), dist.get_world_size(group)
+    peers = build(group, FileMemory(folder), {"x": 8, "flags": flag_page.page_bytes(3)})
+    words, seen = AbortWords(peers), []
+    for gives_up, reason in ((None, 0), (1, 7), (0, flag_page.ABORT_HOST)):
+        if rank == gives_up:
+            words.tell(reason)
+        dist.barrier(group)
+        seen.append(words.raised())
+        dist.barrier(group)
+    others = peers.local["flags"].view(torch.int32).clone()
+    others[flag_page.ABORT:flag_page.ABORT + W] = 0
+    with pytest.raises(ValueError, match="reason=0"):
+        words.tell(0)
+    peers.close()
+    return seen, bool(others.any())
+
+
+def test_a_host_that_gives_up_is_seen_by_all(pool, tmp_path):
+    assert pool.run(give_up, 3, str(tmp_path)) == [([{}, {1: 7}, {0: flag_page.ABORT_HOST, 1: 7}], False)] * 3
 
 
 class FileMemory:

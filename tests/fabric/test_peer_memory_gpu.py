@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mok.fabric import flag_page
+from mok.fabric.abort import AbortWords
 from mok.fabric.choice import CUDA_IPC, SYMMETRIC_MEMORY
 from mok.fabric.mps import PrivateMps
 from mok.fabric.peer_memory import PeerMemory
@@ -91,15 +92,7 @@ def rank_body(devices: list[int], kind: str | None, channel: str, rounds: int) -
     (said["wrong_without_waiting"], _), _ = exchange(rounds, 0)
     torch.cuda.synchronize()
     dist.barrier()
-    # The host's abort: a copy on another stream, from pinned memory, gets past a kernel that runs.
-    reason = torch.tensor([flag_page.ABORT_HOST], dtype=torch.int32).pin_memory()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        if rank == 0:
-            for p in range(W):
-                peers.peers["flags"][p].view(torch.int32)[flag_page.ABORT:flag_page.ABORT + 1].copy_(reason, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-    dist.barrier()
-    said["aborted"] = flag_page.aborted(page, W)
+    said["aborted"], said["spun"] = abort_while_kernels_spin(peers, kernel, outcome)
     before = torch.cuda.mem_get_info(device)[0]
     peers.close()
     dist.barrier()
@@ -107,11 +100,33 @@ def rank_body(devices: list[int], kind: str | None, channel: str, rounds: int) -
     return said
 
 
+def abort_while_kernels_spin(peers: PeerMemory, kernel, outcome: torch.Tensor) -> tuple[dict[int, int], bool]:
+    """Rank 0 never joins an exchange, but gives up on its host: its word gets past the kernels that wait for it. ({rank: reason}, whether they still ran)."""
+    words = AbortWords(peers)
+    peers.local["flags"].zero_()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if peers.rank > 0:
+        ended = torch.cuda.Event()
+        kernel[(1,)](peers.table["flags"], peers.table["rows"], peers.rank, peers.world_size, 1, SPINS // 10, outcome, COLUMNS=COLUMNS)
+        ended.record()
+    else:
+        time.sleep(0.05)
+        words.tell()
+    deadline = time.monotonic() + 20
+    while not (seen := words.raised()) and time.monotonic() < deadline:
+        pass
+    spun = peers.rank == 0 or not ended.query()
+    torch.cuda.synchronize()
+    return seen, spun
+
+
 def check(outcomes: list, W: int, kind: str) -> None:
     assert [(code, error) for code, _, error in outcomes] == [(0, None)] * W, outcomes
     for _, said, _ in outcomes:
         print(said)
-        assert said["kind"] == kind and said["wrong"] == 0 and not said["timed_out"] and said["aborted"] == {0: flag_page.ABORT_HOST}
+        assert said["kind"] == kind and said["wrong"] == 0 and not said["timed_out"]
+        assert said["aborted"] == {0: flag_page.ABORT_HOST} and said["spun"]
     assert any(said["wrong_without_waiting"] for _, said, _ in outcomes), "the exchange was right without its waits: it tests nothing"
 
 
