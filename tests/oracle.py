@@ -1,7 +1,6 @@
-"""What every test of an engine compares with: problems, the float64 truth, the same-dtype baseline, and the tolerance between them."""
+"""What every test of an engine compares with: problems, the float64 truth with the scale of its errors, and a plain loop in a low dtype."""
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +9,7 @@ from torch import Tensor
 
 from mok.engines.protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, SharedExpert, Wants, accumulation_dtype
 from mok.reference import moe_reference
-
-BLOCK = 128
-ULPS = 2.0
-ULPS_FP64 = 64.0        # float64 has no truth above it: the truth's own sums round too, in another order
+from mok.tolerance import Change, Expected, expected, worst_block
 
 SharedTriple = tuple[Tensor, Tensor, Tensor | None]
 
@@ -52,46 +48,11 @@ def baseline_same_dtype(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gat
     return out.to(x.dtype)
 
 
-def check_close(got: Tensor, truth: Tensor, baseline: Tensor, name: str, *, row_groups: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> None:
-    """Assert that `got` is as good as a plain loop: in every block max |error| <= 2 max |baseline's error| + 2 ulp of the block's RMS.
-
-    Errors are against `truth` (float64), ulps those of `dtype`, the compute dtype (None = got's; they differ for d_topk_weights). Blocks
-    are 128 x 128 of the last two dimensions, every index of the leading ones (the expert) by itself; row_groups: index tensors of rows, one
-    for each expert, judged in column blocks as well, so that an expert with few rows is not hidden among others. A block that is exactly
-    zero in the truth must be exactly zero. In a block of few elements the baseline may be exact by luck: its error counts as at least its
-    RMS error over the whole tensor, times 4 (what the largest of 128 x 128 normal deviates is), relative to the RMS.
-    """
-    assert got.shape == truth.shape == baseline.shape, f"{name}: shapes {tuple(got.shape)}, {tuple(truth.shape)}, {tuple(baseline.shape)}"
-    ulp = torch.finfo(got.dtype if dtype is None else dtype).eps
-    got64, truth64, baseline64 = (_matrices(tensor.detach().double()) for tensor in (got, truth, baseline))
-    usual = ((baseline64 - truth64).square().mean() / truth64.square().mean().clamp(min=1e-300)).sqrt()
-    for where, (g, t, b) in _blocks(got64, truth64, baseline64, row_groups):
-        error, rms = (g - t).abs().max(), t.square().mean().sqrt()
-        base = torch.maximum((b - t).abs().max(), 4 * usual * rms)
-        if rms == 0:
-            assert error == 0, f"{name} {where} must be exactly zero, its largest value is {g.abs().max():.3g}"
-            continue
-        ulps = ULPS_FP64 if got.dtype == torch.float64 else ULPS
-        allowed = 2 * base + ulps * ulp * rms
-        assert error <= allowed, f"{name} {where}: error {error:.3g} > {allowed:.3g} allowed (baseline's {base:.3g}, RMS {rms:.3g})"
-
-
-def _matrices(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:]) if tensor.dim() >= 2 else tensor.reshape(1, 1, -1)
-
-
-def _blocks(got: Tensor, truth: Tensor, baseline: Tensor, row_groups: Sequence[Tensor]):
-    """(text, (got, truth, baseline) of one block) for every non-empty block."""
-    three = (got, truth, baseline)
-    rows, columns = got.shape[1:]
-    for column in range(0, columns, BLOCK):
-        across = slice(column, column + BLOCK)
-        for n in range(got.shape[0]):
-            for row in range(0, rows, BLOCK):
-                yield f"[{n}, {row}:, {column}:]", tuple(tensor[n, row:row + BLOCK, across] for tensor in three)
-        for e, group in enumerate(row_groups):
-            if group.numel():
-                yield f"rows of expert {e}, columns {column}:", tuple(tensor[0, group, across] for tensor in three)
+def check_close(got: Tensor, truth: Tensor, scale: Tensor, name: str, *, dtype: torch.dtype, row_groups: Sequence[Tensor] = ()) -> None:
+    """Assert mok.tolerance's rule on one result: every block as close to the float64 truth as its scale allows. dtype: the compute dtype."""
+    assert got.shape == truth.shape, f"{name}: shapes {tuple(got.shape)}, {tuple(truth.shape)}"
+    worst = worst_block(got, truth, scale, dtype, row_groups)
+    assert worst.ratio <= 1, f"{name} {worst.detail}: error {worst.error:.3g} of it, allowed {worst.allowed:.3g}; {worst.ratio:.3g} times too far off"
 
 
 @dataclass(frozen=True)
@@ -159,31 +120,38 @@ def run_engine(engine: Engine, case: Case, wants: Wants | None = None, main_grad
     return {"y": y, **named(grads)}
 
 
-def plain(case: Case, layer=moe_reference, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What run_engine returns, by a plain layer and autograd in `dtype`: the truth unless told otherwise."""
+def plain(case: Case, layer=moe_reference, dtype: torch.dtype = torch.float64, change: Change = lambda t: t, gradients: bool = True) -> dict[str, Tensor]:
+    """What run_engine returns (or y alone), by a plain layer and autograd in `dtype`, `change` applied to its inputs: the truth unless told otherwise."""
     def leaf(tensor: Tensor | None, to: torch.dtype = dtype) -> Tensor | None:
-        return None if tensor is None else tensor.detach().to(to).requires_grad_()
+        return None if tensor is None else change(tensor.detach().to(to)).requires_grad_(gradients)
 
     t = case.tensors
     leaves = MoETensors(leaf(t.x), leaf(t.topk_weights, accumulation_dtype(dtype)), leaf(t.w_gate_up), leaf(t.w_down), leaf(t.b_gate_up), leaf(t.b_down),
                         tuple(SharedExpert(leaf(s.w_gate_up), leaf(s.w_down), leaf(s.gate_weight)) for s in t.shared))
     y = layer(leaves.x, case.topk_ids, leaves.topk_weights, leaves.w_gate_up, leaves.w_down, leaves.b_gate_up, leaves.b_down,
               [(s.w_gate_up, s.w_down, s.gate_weight) for s in leaves.shared], case.options.activation, case.options.swiglu_limit)
-    y.backward(case.dy.to(dtype))
+    if not gradients:
+        return {"y": y}
+    y.backward(change(case.dy.to(dtype)))
     grads = {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in named(leaves).items() if tensor is not None}
     return {"y": y.detach(), **grads}
 
 
+def expected_of(case: Case, gradients: bool = True) -> Expected:
+    """The float64 truth of every result (or of y alone) and the scale of its errors."""
+    return expected(lambda change: plain(case, change=change, gradients=gradients), case.tensors.x.dtype)
+
+
 def check_case(case: Case, got: dict[str, Tensor | None]) -> None:
-    """Every result that is there against truth and baseline, per expert and block; everything finite."""
-    truth, baseline = plain(case), plain(case, baseline_same_dtype, case.tensors.x.dtype)
+    """Every result that is there against the truth, per expert and block; everything finite."""
+    want = expected_of(case, gradients=set(got) != {"y"})
     tokens_of_expert = [torch.nonzero((case.topk_ids == e).any(1)).flatten() for e in range(case.num_experts)]
     for name, tensor in got.items():
         if tensor is None:
             continue
         assert torch.isfinite(tensor).all(), f"{name} is not finite"
         groups = tokens_of_expert if name in ("y", "x", "topk_weights") else ()
-        check_close(tensor, truth[name], baseline[name], name, row_groups=groups, dtype=case.tensors.x.dtype)
+        check_close(tensor, want.truth[name], want.scale[name], name, row_groups=groups, dtype=want.dtype)
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

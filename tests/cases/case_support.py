@@ -16,7 +16,8 @@ from torch import Tensor
 import mok
 from mok.reference import moe_reference
 from mok.runtime import runtime
-from tests.oracle import baseline_same_dtype, check_close
+from mok.tolerance import Change, Expected, expected
+from tests.oracle import check_close
 
 needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="inductor needs a C++ compiler")
 WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
@@ -64,48 +65,26 @@ class Problem:
         y.backward(self.dy)
         return collect(y, leaves)
 
-    def truth(self) -> dict[str, Tensor]:
-        """What `run` returns, by the reference in float64."""
-        return self._plain(moe_reference, torch.float64)
-
-    def baseline(self) -> dict[str, Tensor]:
-        """What `run` returns, by a plain loop over experts in the dtype under test."""
-        return self._plain(baseline_same_dtype, None)
-
-    def _plain(self, layer: Callable[..., Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        arguments, leaves = self.leaves(lambda t: t if dtype is None else t.to(dtype))
-        y = layer(**arguments, **self.settings)
-        y.backward(self.dy.to(y.dtype))
+    def truth(self, change: Change = lambda t: t) -> dict[str, Tensor]:
+        """What `run` returns, by the reference in float64, `change` applied to every floating input and to dy."""
+        arguments, leaves = self.leaves(lambda t: change(t.double()))
+        y = moe_reference(**arguments, **self.settings)
+        y.backward(change(self.dy.double()))
         return collect(y, leaves)
 
-    def _usual_error(self, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Elementwise size of the error that a plain loop makes, at least its error over the whole result relative to the element: a small
-        block in which it was lucky sets no standard.
-
-        In fp32, where the order of a sum decides its error, the worse of two orders is taken, and doubled: in these small problems a block's
-        largest error is one draw, and a draw three times another's is no fault.
-        """
-        errors = [{name: (value.double() - truth[name]).abs() for name, value in self.baseline().items()}]
-        if self["x"].dtype == torch.float32:
-            with _SumsInChunks():
-                errors.append({name: (value.double() - truth[name]).abs() for name, value in self.baseline().items()})
-            errors = [{name: 2 * error for name, error in each.items()} for each in errors]
-        usual = {}
-        for name, exact in truth.items():
-            worst = torch.stack([e[name] for e in errors]).amax(0) if len(errors) > 1 else errors[0][name]
-            relative = worst.norm() / exact.norm().clamp(min=1e-300)
-            usual[name] = torch.maximum(worst, relative * exact.abs())
-        return usual
+    def expected(self) -> Expected:
+        """The float64 truth of every result and the scale of its errors."""
+        return expected(self.truth, self["x"].dtype)
 
     def check(self, layer: Callable[..., Tensor] = mok.moe) -> dict[str, Tensor]:
-        """Run twice: equal bits, everything finite, and every result within the oracle's tolerance per expert and block. Returns the results."""
+        """Run twice: equal bits, everything finite, and every result within mok.tolerance's rule per expert and block. Returns the results."""
         got = self.run(layer)
         assert_same_bits(self.run(layer), got)
         self.compare(got)
         return got
 
     def compare(self, got: dict[str, Tensor], names: Sequence[str] = ()) -> None:
-        """Every result in `got` (of those in `names`, if given) is finite and within the oracle's tolerance."""
+        """Every result in `got` (of those in `names`, if given) is finite and within mok.tolerance's rule."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)                 # many small operations: on a busy machine threads would wait for one another at each of them
         try:
@@ -114,8 +93,7 @@ class Problem:
             torch.set_num_threads(threads)
 
     def _compare(self, got: dict[str, Tensor], names: Sequence[str]) -> None:
-        truth = self.truth()
-        usual = self._usual_error(truth)
+        want = self.expected()
         ids = self["topk_ids"].reshape(-1, self["topk_ids"].shape[-1])
         tokens_of_expert = [torch.nonzero((ids == e).any(1)).flatten() for e in range(self["w_gate_up"].shape[0])]
         for name in names or got:
@@ -123,37 +101,7 @@ class Problem:
             assert value is not None, f"{name} has no gradient"
             assert torch.isfinite(value).all(), f"{name} is not finite"
             groups = tokens_of_expert if name in ("y", "x") and value.dim() == 2 else ()
-            check_close(value, truth[name], truth[name] + usual[name], name, row_groups=groups)
-
-
-class _ChunkedLinear(torch.autograd.Function):
-    """x @ weight.T, forward and backward, with every sum over 32 terms at a time: another order than the library's, no better and no worse."""
-
-    @staticmethod
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        out = a.new_zeros(a.shape[0], b.shape[1])
-        for start in range(0, a.shape[1], 32):
-            out += a[:, start:start + 32] @ b[start:start + 32]
-        return out
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return _ChunkedLinear.product(x, weight.T)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return _ChunkedLinear.product(dy, weight), _ChunkedLinear.product(dy.T, x)
-
-
-class _SumsInChunks(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.linear:
-            x, weight, bias = args
-            y = _ChunkedLinear.apply(x, weight)
-            return y if bias is None else y + bias
-        return func(*args, **(kwargs or {}))
+            check_close(value, want.truth[name], want.scale[name], name, row_groups=groups, dtype=want.dtype)
 
 
 def poison(device: torch.device) -> None:

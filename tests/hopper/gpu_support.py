@@ -4,11 +4,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from oracle import Case, baseline_same_dtype, check_close, make_case
+from oracle import Case, check_case, make_case
 from torch import Tensor
 
 from mok.engines.protocol import MoETensors, SharedExpert
-from mok.reference import moe_reference
 
 BF16 = torch.bfloat16
 
@@ -44,19 +43,7 @@ def poison() -> None:
     del pieces
 
 
-def reference(case: Case, layer, dtype: torch.dtype) -> Tensor:
-    """y by a plain layer in `dtype`."""
-    def to(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(dtype)
-
-    t = case.tensors
-    weights = t.topk_weights.to(torch.float64) if dtype == torch.float64 else t.topk_weights
-    return layer(to(t.x), case.topk_ids, weights, to(t.w_gate_up), to(t.w_down), to(t.b_gate_up), to(t.b_down),
-                 [(to(s.w_gate_up), to(s.w_down), to(s.gate_weight)) for s in t.shared], case.options.activation, case.options.swiglu_limit)
-
-
 def check_forward(case: Case, y: Tensor) -> None:
-    """y is finite and as close to the truth as the same-dtype loop, per expert and 128 x 128 block."""
+    """y is finite and as close to the truth as its scale allows, per expert and 128 x 128 block."""
     assert torch.isfinite(y).all(), f"{int((~torch.isfinite(y)).sum())} of {y.numel()} outputs are not finite"
-    tokens = [torch.nonzero((case.topk_ids == e).any(1)).flatten() for e in range(case.num_experts)]
-    check_close(y, reference(case, moe_reference, torch.float64), reference(case, baseline_same_dtype, BF16), "y", row_groups=tokens)
+    check_case(case, {"y": y})
