@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mok
+from mok.plan import plan_capacity
 from tests.cases.case_support import (
     Problem,
     assert_exactly_zero,
@@ -247,6 +248,40 @@ def test_case_E5_frozen_costs_no_memory(device, what):
     wanted = {"everything frozen": (), "x only": ("x",), "topk_weights only": ("topk_weights",), "w_down only": ("w_down",)}[what]
     allowed = sum(size[name] for name in wanted if name in size) + 0.95 * size["w_down"]       # beside them only scratch, up to 25 MB after other tests
     assert run(*wanted) < allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [c for n in range(1, 5) for c in itertools.combinations(PARTS, n)], ids="+".join)
+def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted):
+    """The same to the byte: a forward and a backward of the fused kernels need the saved tensors, the wanted gradients and the stated scratch of
+    those gradients, so nothing is allocated for a frozen one."""
+    E, H, I, T, K = 4, 256, 512, 3000, 2
+    p = problem(random_routes(T, K, E), E, H, I, "cuda", torch.bfloat16)
+    if mok.engine_for(p["x"], I) != "hopper":
+        pytest.skip("the formulas are those of the fused kernels, which need compute capability 9.0")
+    from mok.engines.hopper.backward_launch import backward_scratch
+    from mok.engines.hopper.launch import granularity, scratch_sizes
+    from mok.engines.protocol import Wants
+
+    torch.use_deterministic_algorithms(False)                                                     # whose fills may allocate; the fixture puts it back
+
+    def passes(names=wanted):
+        arguments, leaves = p.leaves(grad=False)
+        arguments["shared"] = []
+        for name in names:
+            leaves[name].requires_grad_()
+        mok.moe(**arguments).backward(p.dy)
+
+    passes(PARTS)                                                                                  # counters and kernels are in place
+    R = plan_capacity(T * K, E)
+    saved = R * 2 * I * 2 + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
+    y = T * H * 2
+    forward = scratch_sizes(T, H, I, R, (), granularity(None, H, I)).bytes
+    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS})).bytes
+    gradients = sum(p[name].numel() * p[name].element_size() for name in wanted)
+    stated = saved + y + max(forward, backward + gradients)
+    peak = peak_bytes("cuda", passes)
+    assert stated <= peak < stated + 64 * 2**10, f"{peak} measured, {stated} stated"              # each tensor is rounded up to 512 bytes
 
 
 # ---- E6 ----

@@ -92,6 +92,28 @@ def test_case_H4(device, dtype, wanted, shared):
     assert y.requires_grad and spare in (0, 4)                                   # 4: the spare row of the torch builder's row_to_slot
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "I"), [(64, 512), (72, 520)], ids=["fused", "plain"])
+def test_case_H4_between_the_passes_of_a_gpu(H, I):
+    """The same where it counts: what the allocator has out between forward and backward is y and the stated bytes, whatever hooks can see."""
+    T, K, E = 4096, 2, 8
+    p = problem(random_routes(T, K, E), E, H, I, "cuda", torch.bfloat16)
+    arguments, _ = p.leaves()
+    arguments["shared"] = []
+    mok.moe(**arguments).backward(p.dy)                                          # counters, kernels and gradients are in place
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = mok.moe(**arguments)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    stated = stated_bytes(T, K, E, I, (), 2)
+    assert stated > 16 * 2**20 and 0 <= kept - stated < 10 * 512                 # ten tensors, each rounded up to 512 bytes
+    y.backward(p.dy)
+    del y
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 2**10
+
+
 def test_case_H4_nothing_wanted_nothing_kept(device, dtype):
     """The kind of H4: everything frozen, or no_grad, keeps nothing; and what is kept does not depend on the routes."""
     p = problem(random_routes(1024, 2, 8), 8, 64, 32, device, dtype)
