@@ -244,6 +244,9 @@ def end_to_end(options: argparse.Namespace) -> dict[str, Any]:
     for mode in ("as mok train runs it", "without deterministic libraries"):
         with deterministic_libraries(DEVICE) if mode == "as mok train runs it" else contextlib.nullcontext():
             result[mode] = alternate(trainer, switch, clock, impls, tokens, options)
+    if options.profile:
+        with deterministic_libraries(DEVICE):
+            result["kernels_ms"] = {impl: kernels(trainer, switch, impl) for impl in impls}
     result["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     return result
 
@@ -281,8 +284,6 @@ def alternate(trainer: Trainer, switch: Switch, clock: LayerClock, impls: tuple[
               "mfu_of_measured_roof": round(speed["mok"] * flops_per_token(trainer.model.config) * 1e-12 / roof, 4), "roof_tflops": round(roof, 1),
               "balance": round(statistics.median(balances), 3)}
     print(json.dumps(result), flush=True)
-    if options.profile:
-        result["kernels_ms"] = {impl: kernels(trainer, switch, impl) for impl in impls}
     return result
 
 

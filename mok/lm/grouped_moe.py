@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..function import compute_dtype
@@ -22,7 +23,9 @@ class GroupedMoE(MoE):
             raise NotImplementedError("the grouped_mm layer computes plain SwiGLU experts without biases or shared experts")
         tokens = x.reshape(-1, config.hidden_size)
         routed = self.router(tokens)
-        y, counts = unfused_moe_with_counts(tokens.to(dtype), routed.topk_ids, routed.topk_weights, self.w_gate_up.to(dtype), self.w_down.to(dtype))
+        arguments = tokens.to(dtype), routed.topk_ids, routed.topk_weights, self.w_gate_up.to(dtype), self.w_down.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):       # dtypes are settled; autocast would make a sum's result fp32
+            y, counts = unfused_moe_with_counts(*arguments)
         self.router.count(counts)
         self.aux_loss = self.router.loss(routed, counts)
         self.tokens_per_expert, self.routes = counts, (routed.topk_ids, routed.topk_weights.detach())

@@ -46,6 +46,18 @@ def test_it_is_the_engines_layer(device):
     assert (grouped["w_gate_up"][EMPTY] == 0).all() and (grouped["w_down"][EMPTY] == 0).all()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_under_autocast_it_computes_in_bf16(device):
+    """As the trainer runs it: fp32 weights and tokens, products in bf16, gradients in fp32."""
+    x, dy = torch.rand(3, 20, 32, device=device), torch.randn(3, 20, 32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        engine, grouped = (passes(layer.to(device), x, dy) for layer in layers_without(EMPTY))
+    for name, value in engine.items():
+        assert grouped[name].dtype == value.dtype or name == "load"
+        if name not in ("load", "router.weight"):                # a token's two routes may be nearly equal: its gradient differs by more than rounding
+            assert (grouped[name].double() - value.double()).norm() <= 2e-2 * value.double().norm(), name
+
+
 def test_without_the_extra_rows_an_empty_expert_has_no_row_to_be_written_by(monkeypatch):
     """The test above can fail: the products of the plain baseline see a group of length 0, those of the training layer do not."""
     seen: list[torch.Tensor] = []
