@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..plan import RoutingPlan
-from ..runtime import runtime
+from ..runtime import EXPERT_RADIX, runtime
 from .expert_parallel import Travel
 from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, SharedExpert, Wants, accumulation_dtype
 from .torch_grouped import rows_of_experts, rows_times_weight, segment_sums, weight_gradient, wide_mm
@@ -275,7 +275,7 @@ class TorchGpuEngine:
         return LocalJourney(plan, K) if self._group is None else GroupJourney(plan, K, self._group)
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
-        """The plan, on a GPU by its own kernels where they apply, else by PyTorch operations, said once."""
+        """The plan, on a GPU by its own kernels where they apply, else by PyTorch operations, said once; a bad id goes to the error word by either."""
         if topk_ids.is_cuda:
             reason = _no_plan_kernel(topk_ids.numel(), num_experts)
             if reason is None:
@@ -283,6 +283,7 @@ class TorchGpuEngine:
 
                 return plan_kernel.build_plan(topk_ids, num_experts)
             runtime.say_once(f"mok: the routing plan is built by PyTorch operations, not by its own kernels: {reason}")
+            report_bad_ids(topk_ids, num_experts)
         return RoutingPlan.build(topk_ids, num_experts)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
@@ -357,6 +358,22 @@ class TorchGpuEngine:
                 if dweight is not None:
                     dweight += dscores.T @ rows
         return dx, None if dweight is None else dweight.to(weight.dtype)
+
+
+def report_bad_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Put the first id outside -1..E-1, if there is one, into the device's error word, as the plan kernels do, without waiting for the device.
+
+    The word is read back first, so that a good call does not wipe a report that nobody has seen yet; one that is seen in just that moment is
+    reported twice. E beyond what the word holds is reported as the largest that it does.
+    """
+    if topk_ids.numel() == 0:
+        return
+    ids = topk_ids.reshape(-1).to(torch.int64)
+    bad = (ids < -1) | (ids >= num_experts)
+    value = ids.index_select(0, bad.to(torch.int32).argmax(0, keepdim=True)).clamp(-2**51, 2**51 - 1)
+    word = runtime.error_word(topk_ids.device)
+    unseen = word.to(topk_ids.device, non_blocking=True)
+    word.copy_(torch.where(bad.any(), value * EXPERT_RADIX + min(num_experts, EXPERT_RADIX - 1), unseen), non_blocking=True)
 
 
 def _no_plan_kernel(num_slots: int, num_experts: int) -> str | None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mok.engines import torch_grouped
+from mok.engines import torch_gpu, torch_grouped
 from mok.engines.protocol import Grads, MainGrad, MoETensors, PassOptions, SharedExpert, Wants, accumulation_dtype
 from mok.engines.torch_gpu import TorchGpuEngine
 from mok.plan import RoutingPlan
 from mok.reference import moe_reference
+from mok.runtime import runtime
 from tests.ranks import RankPool
 
 ENGINE = TorchGpuEngine()
@@ -180,6 +181,30 @@ def test_as_many_experts_as_anybody_has(E):
         assert relative_error(value, exact) < 8e-3, name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [1500, -2, 2**62])
+def test_a_bad_id_is_reported_where_the_plan_kernels_do_not_run(device, bad):
+    """More experts than they take, or no Triton: the same report, which a later good call does not wipe, once."""
+    ids = torch.randint(-1, 1500, (40, 2), device=device)
+    torch_gpu.report_bad_ids(ids, 1500)
+    torch_gpu.report_bad_ids(ids[:0], 1500)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    runtime.raise_pending_errors()
+    wrong = ids.clone()
+    wrong[7, 1] = bad
+    if device == "cuda":
+        ENGINE.build_plan(wrong, 1500)
+    else:
+        torch_gpu.report_bad_ids(wrong, 1500)
+    torch_gpu.report_bad_ids(ids, 1500)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=rf"topk_ids held {min(bad, 2**51 - 1)} .*E = 1500"):
+        runtime.raise_pending_errors()
+    runtime.raise_pending_errors()
+
+
 def test_experts_beyond_the_grouped_product_take_the_tiles(monkeypatch):
     ids, tensors = case(dtype=torch.bfloat16)
     dy = torch.randn(37, 24).bfloat16()
@@ -219,8 +244,6 @@ def test_frozen_inputs_come_back_as_none_and_the_rest_unchanged(dtype, device):
 
 def test_frozen_weights_cost_no_product(monkeypatch):
     """What is not wanted is not computed: no weight gradient, and no x rows for it."""
-    from mok.engines import torch_gpu
-
     ids, tensors = case()
     dy = torch.randn(37, 24, dtype=torch.float64)
 

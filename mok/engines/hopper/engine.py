@@ -6,7 +6,7 @@ from torch import Tensor
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, launch, plan_kernel
+from . import backward_launch, launch
 from .limits import unsupported_shared_reason
 
 
@@ -16,12 +16,7 @@ class HopperEngine:
     name = "hopper"
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
-        T, K = topk_ids.shape
-        reason = plan_kernel.unsupported_reason(T * K, num_experts)
-        if reason is not None:
-            runtime.say_once(f"mok: the routing plan is built by PyTorch operations, not by its own kernels: {reason}")
-            return RoutingPlan.build(topk_ids, num_experts)
-        return plan_kernel.build_plan(topk_ids, num_experts)
+        return _torch_gpu().build_plan(topk_ids, num_experts)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
         reason = unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared))
