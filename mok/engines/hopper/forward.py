@@ -14,8 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import thread_barrier
+from .expert_parallel_move import group_mover, stage_tokens
 from .gemm import CHUNK, NUM_STAGES, QUEUE, SET_HEADER, Flags, OutPipe, Pipe, TaskQueue, consume, producer, storer
 from .move import Tokens, finish_combine, list_tokens, mover
+from .peers import tell_abort
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_WORDS
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, Schedule, token_tiles
 
@@ -28,9 +30,11 @@ class ForwardConfig:
 
     stagger: k-steps between the consumers. copy_vectors: 16-byte loads in flight in a copying thread. sum_vectors: likewise for each of eight
     routes in a summing thread of a mover. debug: roles sleep at random. omit: 1 no dispatch copy, 2 no combine (benchmark's breakdown only).
+    several_ranks: rows come from and results go to the other ranks of a group; always with two mover warps.
     """
     save_z: bool
     mover_warps: int = 2
+    several_ranks: bool = False
     stagger: int = 1
     copy_vectors: int = 8
     sum_vectors: int = 1
@@ -40,19 +44,22 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         if self.mover_warps not in MOVER_WARPS:
             raise ValueError(f"mover_warps={self.mover_warps} must be one of {MOVER_WARPS}")
+        if self.several_ranks and self.mover_warps != MOVER_WARPS[-1]:
+            raise ValueError(f"mover_warps={self.mover_warps} must be {MOVER_WARPS[-1]} on several ranks")
         if not 0 <= self.stagger < NUM_STAGES.value:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
         # 2 * 192 + 120 = 3 * 168 registers: what three warpgroups may have. With 208 and 88 the movers spill (88 bytes of stack, 24 now).
         return {"SAVE_Z": int(self.save_z), "MOVER_WARPS": self.mover_warps, "STAGGER": self.stagger, "COPY_VECTORS": self.copy_vectors,
-                "SUM_VECTORS": self.sum_vectors, "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 192, "HELPER_REGISTERS": 120}
+                "SUM_VECTORS": self.sum_vectors, "EP": int(self.several_ranks), "DEBUG": int(self.debug), "OMIT": self.omit,
+                "CONSUMER_REGISTERS": 192, "HELPER_REGISTERS": 120}
 
 
 INTEGERS = ["T", "K", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
             "has_bias_down", "gated", "activation"]
 WIDTHS = ["H", "I", "shared_I_0", "shared_I_1"]   # specialised on being multiples of 16, which they always are: no second binary
-UNALIGNED = ["row_to_slot", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up", "bias_down", "gate_0",
+UNALIGNED = ["row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up", "bias_down", "gate_0",
              "gate_1", "state"]
 
 
@@ -60,7 +67,7 @@ UNALIGNED = ["row_to_slot", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "t
 def _begin_launch(state, capacity):
     """Pick this launch's set of counters and zero the other one for the next launch (rule 5: the owner zeroes, inside the launch).
 
-    The epoch advances when all CTAs have read it, so graph replay and any stream order work. Returns the set that is in use.
+    The epoch advances when all CTAs have read it, so graph replay and any stream order work. Returns the set that is in use and the epoch.
     """
     set_words = SET_HEADER + 5 * capacity
     epoch = gl.load(state + CONTROL_EPOCH, volatile=True)
@@ -74,17 +81,27 @@ def _begin_launch(state, capacity):
     if arrived == gl.num_programs(0) - 1:                # ... and so has every other CTA
         gl.store(state + CONTROL_ARRIVED, 0)
         gl.store(state + CONTROL_EPOCH, epoch + 1)
-    return in_use
+    return in_use, epoch
 
 
 @gluon.jit
 def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
-              WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, SUM_VECTORS: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+              WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, SUM_VECTORS: gl.constexpr, EP: gl.constexpr, OMIT: gl.constexpr,
+              DEBUG: gl.constexpr):
     if WG == 1 and OMIT != 2:
-        list_tokens(s, t, flags, 4)
+        list_tokens(s, t, flags, 4, EP)
     consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG, SAVE_Z, STAGGER, DEBUG)
     if OMIT != 2:
-        finish_combine(s, t, flags, 2 * SUM_VECTORS, 4, DEBUG)
+        finish_combine(s, t, flags, 2 * SUM_VECTORS, 4, EP, DEBUG)
+
+
+@gluon.jit
+def _mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, SUM_VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, OMIT: gl.constexpr,
+           DEBUG: gl.constexpr):
+    if EP:
+        group_mover(s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, NW, OMIT, DEBUG)
+    else:
+        mover(s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, NW, OMIT, DEBUG)
 
 
 @gluon.jit(do_not_specialize=[*INTEGERS, "limit"], do_not_specialize_on_alignment=UNALIGNED)
@@ -93,8 +110,8 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                     x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, num_tiles_ptr, topk_weights, order, bias_up, bias_down,
                     gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, num_shared, x_stride_8, capacity, group_tiles,
                     row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
-                    SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
-                    SUM_VECTORS: gl.constexpr, DEBUG: gl.constexpr,
+                    row_to_rank, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
+                    SUM_VECTORS: gl.constexpr, EP: gl.constexpr, DEBUG: gl.constexpr,
                     OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -121,22 +138,27 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
         mbarrier.init(out_1.full.index(i), count=1)
         mbarrier.init(out_1.empty.index(i), count=1)
 
-    counters = _begin_launch(state, capacity)
+    counters, epoch = _begin_launch(state, capacity)
     s = Schedule(H, I, shared_I_0, shared_I_1, T, num_shared, gl.load(num_tiles_ptr), group_tiles, row_ring, hidden_ring)
     flags = Flags(state, counters, capacity, SET_HEADER + 2 * capacity + num_shared * token_tiles(s))
-    t = Tokens(out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride_8, gate_0, gate_1, gated, shared_results_row, K)
+    t = Tokens(out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride_8, gate_0, gate_1, gated, shared_results_row, K,
+               row_to_rank, epoch + 1)
+    if EP:
+        stage_tokens(s, t, flags, 8, DEBUG)
     descs = (hidden_store_desc, shared_hidden_store_desc, results_desc, z_desc, shared_z_0, shared_z_1)
     gl.warp_specialize([
         (_consumer, (s, flags, pipe, queue, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
-                     0, SAVE_Z, STAGGER, SUM_VECTORS, OMIT, DEBUG)),
+                     0, SAVE_Z, STAGGER, SUM_VECTORS, EP, OMIT, DEBUG)),
         (_consumer, (s, flags, pipe, queue, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
-                     1, SAVE_Z, STAGGER, SUM_VECTORS, OMIT, DEBUG)),
+                     1, SAVE_Z, STAGGER, SUM_VECTORS, EP, OMIT, DEBUG)),
         (producer, (s, flags, pipe, queue, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
                     shared_up_1, shared_down_1, tile_to_expert, row_to_slot, DEBUG)),
         (storer, (s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z, DEBUG)),
-        (mover, (s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, OMIT, DEBUG)),
+        (_mover, (s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
     _poison_after_abort(state, out, T, H)
+    if EP and gl.load(state + CONTROL_ABORT, volatile=True) != 0:
+        tell_abort(state)
 
 
 @gluon.jit
@@ -146,4 +168,4 @@ def _poison_after_abort(state, out, T, H):
         columns = gl.arange(0, 1024, layout=gl.BlockedLayout([8], [32], [4], [0]))
         for token in range(gl.program_id(0), T, gl.num_programs(0)):
             for c in range(0, H, 1024):
-                gl.store(out + token.to(gl.int64) * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)
+                gl.store(out + gl.cast(token, gl.int64) * H + c + columns, (columns * float("nan")).to(gl.bfloat16), mask=c + columns < H)

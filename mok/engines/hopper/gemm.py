@@ -28,6 +28,7 @@ SET_HEADER = gl.constexpr(16)            # words of a counter set before its cou
 SET_COUNTED = gl.constexpr(1)            # CTAs that have counted their tokens
 SET_SCANNED = gl.constexpr(2)            # 1 when the counts have been turned into places
 SET_LISTED = gl.constexpr(3)             # CTAs that have placed their tokens
+SET_STAGED = gl.constexpr(4)             # CTAs that have staged their tokens for peers
 LOG2_E = gl.constexpr(1.4426950408889634)
 QUEUE = gl.constexpr(4)                  # records of the task queue
 KIND_BITS = gl.constexpr(6)

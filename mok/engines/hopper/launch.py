@@ -4,7 +4,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -99,11 +99,24 @@ def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int
                         results=(rows + token_rows) * H, shared_hidden=token_rows * max(shared_widths, default=0), order=2 * T)
 
 
+@dataclass(frozen=True)
+class GroupLaunch:
+    """What a launch on several ranks has of its group: its control block, and how many CTAs may be resident beside those of other ranks."""
+    state: Tensor
+    capacity: int                # of the control block, in row tiles
+    blocks: int
+    cooperative: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**LAUNCH, "launch_cooperative_grid": self.cooperative}
+
+
 def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig | None = None, grain: Granularity | None = None,
-            reserve_sms: int | None = None) -> tuple[Tensor, Saved]:
+            reserve_sms: int | None = None, group: GroupLaunch | None = None) -> tuple[Tensor, Saved]:
     """One launch of the forward pass on x's device and current stream: y (T, H) and what backward needs. `config`, `grain`: for tests and tuning.
 
-    Raises ValueError where reserve_sms leaves no multiprocessor.
+    group: on several ranks, all of which launch, those without tokens too. Raises ValueError where reserve_sms leaves no multiprocessor.
     """
     x = tensors.x
     T, H = x.shape
@@ -114,17 +127,22 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
     saved_rows, saved_tokens = (rows, T) if options.save_for_backward else (0, 0)
     z = torch.empty((saved_rows, 2 * I), dtype=x.dtype, device=x.device)
     shared_z = torch.empty((saved_tokens, 2 * sum(widths)), dtype=x.dtype, device=x.device)
-    if T == 0:
+    if T == 0 and group is None:
         return out, Saved(z, shared_z)
-    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap))
+    if T == 0:
+        tensors, widths = replace(tensors, shared=()), []             # TMA cannot describe an array without rows
+    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
     grain = grain or granularity(options.overlap, H, I)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
     sizes = scratch_sizes(T, H, I, rows, widths, grain)
     scratch = torch.empty(sizes.bytes // 2, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain)
+        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group)
         constexprs = config.constexprs()
+        if group is not None:
+            _forward_kernel[(group.blocks,)](*arguments, **constexprs, **group.options)
+            return out, Saved(z, shared_z)
         blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **constexprs, **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
@@ -132,8 +150,19 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
     return out, Saved(z, shared_z)
 
 
+def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig, group: GroupLaunch) -> None:
+    """Compile and load the variant that `forward` with these arguments would launch; run nothing."""
+    H, I = tensors.x.shape[1], tensors.w_down.shape[2]
+    grain = granularity(options.overlap, H, I)
+    sizes = scratch_sizes(tensors.x.shape[0], H, I, plan.num_rows, [], grain)
+    scratch = tensors.x.new_empty(sizes.bytes // 2)
+    z = tensors.x.new_empty((plan.num_rows, 2 * I))
+    arguments = _arguments(plan, tensors, options, torch.empty_like(tensors.x), z, z, scratch, sizes, grain, group)
+    _forward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
+
+
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
-               sizes: ScratchSizes, grain: Granularity) -> list[Any]:
+               sizes: ScratchSizes, grain: Granularity, group: GroupLaunch | None = None) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     ring, hidden, results, shared_hidden, order = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden, sizes.order])
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
@@ -166,12 +195,13 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
     limit = options.swiglu_limit
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
-    state, capacity = launch_state(x.device, max(tiles, 4 * token_tiles * count))
+    state, capacity = launch_state(x.device, max(tiles, 4 * token_tiles * count)) if group is None else (group.state, group.capacity)
     biases = [out if bias is None else bias.contiguous() for bias in (tensors.b_gate_up, tensors.b_down)]
     return [*(descriptors[name] for name in BOXES), x, ring, results, out, plan.row_to_slot, plan.slot_to_row, plan.tile_to_expert,
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
-            grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit)]
+            grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
+            plan.row_to_rank]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,
@@ -259,6 +289,12 @@ def source(config: ForwardConfig) -> GluonASTSource:
             signature[name] = "fp32" if name == "limit" else _POINTER_TYPES.get(name, "*i32")
     aligned = {(_forward_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in _ALIGNED}
     return GluonASTSource(_forward_kernel, signature, constexprs, aligned)
+
+
+def group_variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
+    """(name, source, compile options) of every production variant of the forward kernel on several ranks."""
+    return [(f"forward_{'train' if save else 'no_grad'}_ranks", source(ForwardConfig(save, several_ranks=True)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for save in (False, True)]
 
 
 def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:

@@ -13,14 +13,17 @@ from triton.experimental.gluon import language as gl
 
 from .compat import aggregate, thread_barrier
 from .gemm import COPY_PARTS, LOG2_E, SET_COUNTED, SET_LISTED, SET_SCANNED, hidden_ready, results_ready, rows_ready, token_buckets
+from .peers import OWN_SLOTS, PEER_X, TOKEN_ARRIVED, own_page, peers_of, rows_at, watch_peers
 from .sync import (
     CONTROL_ABORT,
     CONTROL_LIMIT,
     WAIT_COMBINE,
+    WAIT_RESULTS,
     WAIT_ROW_SLOT,
     add_release,
     clock,
     fence_acquire,
+    fence_acquire_system,
     fence_proxy,
     fresh,
     keep_loads_above,
@@ -55,9 +58,12 @@ class Tokens:
     gated: gl.tensor             # bit i: shared expert i has a gate
     shared_results_row: gl.tensor
     K: gl.tensor
+    row_to_rank: gl.tensor       # with EP alone: the rest
+    epoch: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride, gate_0, gate_1, gated, shared_results_row, K):
+    def __init__(self, out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride, gate_0, gate_1, gated, shared_results_row, K,
+                 row_to_rank, epoch):
         self.out = out
         self.results = results
         self.row_to_slot = row_to_slot
@@ -71,6 +77,8 @@ class Tokens:
         self.gated = gated
         self.shared_results_row = shared_results_row
         self.K = K
+        self.row_to_rank = row_to_rank
+        self.epoch = epoch
 
 
 @gluon.jit
@@ -80,7 +88,7 @@ def _late(flags, since, lanes):
 
 
 @gluon.jit
-def _room(flags, counter, target, since, NW: gl.constexpr):
+def room_for(flags, counter, target, since, NW: gl.constexpr):
     """1 if the counter has reached its target or the launch is aborted, 0 if not, LATE after the spin limit; the same in every thread."""
     lanes = gl.arange(0, 32 * NW, layout=gl.BlockedLayout([1], [32], [NW], [0]))
     seen = load_acquire(counter)         # every thread acquires; the reduction's barrier passes that on
@@ -91,14 +99,20 @@ def _room(flags, counter, target, since, NW: gl.constexpr):
 
 
 @gluon.jit
-def _row_source(s, t, row):
-    """(whether there is one, address of x) of the token in a plan row; one row a warp."""
+def _row_source(s, t, control, row, EP: gl.constexpr):
+    """(whether there is one, address of x) of the token in a plan row; one row a warp. With EP: in its home rank's buffer of rows."""
     slot = gl.load(t.row_to_slot + row)
-    return slot >= 0, t.x + (gl.where(slot >= 0, slot, 0) // fresh(t.K)).to(gl.int64) * (fresh(t.x_stride) * 8)
+    token = (gl.where(slot >= 0, slot, 0) // fresh(t.K)).to(gl.int64)
+    if EP:
+        home = gl.maximum(gl.load(t.row_to_rank + row), 0)
+        source = rows_at(t.out, gl.load(peers_of(control) + PEER_X + home)) + token * s.H
+    else:
+        source = t.x + token * (fresh(t.x_stride) * 8)
+    return slot >= 0, source
 
 
 @gluon.jit
-def _copy_piece(s, t, ring, piece, place, VECTORS: gl.constexpr, NW: gl.constexpr):
+def copy_piece(s, t, control, ring, piece, place, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr):
     """16 rows of x into the ring from row `place` on, padding rows as zeros (rule 9).
 
     Each warp copies a row of its own, VECTORS loads of 16 bytes in flight in each thread; the next row's address is fetched meanwhile.
@@ -107,9 +121,9 @@ def _copy_piece(s, t, ring, piece, place, VECTORS: gl.constexpr, NW: gl.constexp
     COLUMNS: gl.constexpr = 256 * VECTORS
     rows = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-    valid, source = _row_source(s, t, piece * COPY_ROWS + rows)
+    valid, source = _row_source(s, t, control, piece * COPY_ROWS + rows, EP)
     for j in range(0, COPY_ROWS, NW):
-        next_valid, next_source = _row_source(s, t, piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows)
+        next_valid, next_source = _row_source(s, t, control, piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows, EP)
         target = ring + (place + j + rows).to(gl.int64) * s.H
         for c in range(0, fresh(s.H), COLUMNS):
             inside = ((c + columns) < s.H)[None, :]
@@ -124,17 +138,23 @@ def _add(a, b):
 
 
 @gluon.jit
-def _last_tile(s, t, token, inside, routes):
-    """Tile of each token's last row; num_tiles where it has no row, so that such tokens come last."""
+def _last_tile(s, t, token, inside, routes, EP: gl.constexpr):
+    """Tile of each token's last row; num_tiles where it has no row, so that such tokens come last.
+
+    With EP the tile is the row's on its own rank: ranks go through their tiles side by side, so it still says about when the token is complete.
+    """
     last = token * 0 - 1
     for k0 in range(0, fresh(t.K), TICKET_ROUTES):
         there = inside[:, None] & ((k0 + routes) < fresh(t.K))[None, :]
         last = gl.maximum(last, gl.max(gl.load(t.slot_to_row + token[:, None] * t.K + (k0 + routes)[None, :], mask=there, other=-1), 1))
-    return gl.where(last >= 0, last // BLOCK_M, s.num_tiles)
+    tile = last // BLOCK_M
+    if EP:
+        tile = gl.minimum(tile, s.num_tiles)     # another rank may have more tiles than this one
+    return gl.where(last >= 0, tile, s.num_tiles)
 
 
 @gluon.jit
-def list_tokens(s, t, flags, NW: gl.constexpr):
+def list_tokens(s, t, flags, NW: gl.constexpr, EP: gl.constexpr):
     """Fill t.order: a counting sort by last tile over all CTAs, in three steps that each wait for the one before (rule 8's bounded spins).
 
     Every CTA counts its tokens in a bucket for each tile; CTA 0 turns counts into first places; every CTA places its tokens. All CTAs are resident.
@@ -148,7 +168,7 @@ def list_tokens(s, t, flags, NW: gl.constexpr):
     grid = gl.num_programs(0)
     for first in range(gl.program_id(0) * TOKENS, s.T, grid * TOKENS):
         inside = first + lanes < s.T
-        gl.atomic_add(buckets + _last_tile(s, t, first + lanes, inside, routes), lanes * 0 + 1, mask=inside, sem="relaxed", scope="gpu")
+        gl.atomic_add(buckets + _last_tile(s, t, first + lanes, inside, routes, EP), lanes * 0 + 1, mask=inside, sem="relaxed", scope="gpu")
     thread_barrier()
     add_release(flags.counters + SET_COUNTED, 1)
     if gl.program_id(0) == 0:
@@ -166,7 +186,7 @@ def list_tokens(s, t, flags, NW: gl.constexpr):
     thread_barrier()
     for first in range(gl.program_id(0) * TOKENS, s.T, grid * TOKENS):
         inside = first + lanes < s.T
-        place = gl.atomic_add(buckets + _last_tile(s, t, first + lanes, inside, routes), lanes * 0 + 1, mask=inside, sem="relaxed", scope="gpu")
+        place = gl.atomic_add(buckets + _last_tile(s, t, first + lanes, inside, routes, EP), lanes * 0 + 1, mask=inside, sem="relaxed", scope="gpu")
         # after a time-out the buckets are unfinished: stay inside the list
         gl.store(t.order + gl.minimum(place, s.T - 1), first + lanes, mask=inside)
     thread_barrier()
@@ -174,10 +194,10 @@ def list_tokens(s, t, flags, NW: gl.constexpr):
 
 
 @gluon.jit
-def _behind(s, t, flags, ticket, since, NW: gl.constexpr):
+def behind(s, t, flags, ticket, since, NW: gl.constexpr, EP: gl.constexpr):
     """Down tasks that the least finished tile of a ticket's tokens still lacks; 0 = sum now, or aborted; LATE after the limit.
 
-    The same in every thread.
+    With EP: results that the token with the most outstanding ones still lacks. The same in every thread.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
     lanes = gl.arange(0, TICKET_TOKENS, layout=gl.SliceLayout(1, L))
@@ -188,8 +208,13 @@ def _behind(s, t, flags, ticket, since, NW: gl.constexpr):
     for k0 in range(0, fresh(t.K), TICKET_ROUTES):
         inside = mine[:, None] & ((k0 + routes) < fresh(t.K))[None, :]
         rows = gl.load(t.slot_to_row + token[:, None] * t.K + (k0 + routes)[None, :], mask=inside, other=-1)
-        seen = gl.load(results_ready(flags) + gl.maximum(rows, 0) // BLOCK_M, mask=rows >= 0, other=MISSING, volatile=True)
-        lack = gl.maximum(lack, gl.max(down_columns(s) - seen, 1))
+        if EP:
+            lack += gl.sum((rows >= 0).to(gl.int32), 1)
+        else:
+            seen = gl.load(results_ready(flags) + gl.maximum(rows, 0) // BLOCK_M, mask=rows >= 0, other=MISSING, volatile=True)
+            lack = gl.maximum(lack, gl.max(down_columns(s) - seen, 1))
+    if EP:
+        lack -= gl.load(own_page(flags.control) + TOKEN_ARRIVED + token, mask=mine, other=0, volatile=True)
     for e in range(fresh(s.num_shared)):
         seen = gl.load(results_ready(flags) + flags.capacity + e * token_tiles(s) + token // BLOCK_M, mask=mine, other=MISSING, volatile=True)
         lack = gl.maximum(lack, down_columns(s) - seen)
@@ -211,13 +236,17 @@ def _gate(s, t, token, weight, NW: gl.constexpr):
 
 
 @gluon.jit
-def _result_row(s, t, token, k, at, inside):
-    """(row or -1, result) of route k of each warp's token; where there is no such route, row 0 is read and not used.
+def _result_row(s, t, results, token, k, at, inside, EP: gl.constexpr):
+    """(row or -1, result) of route k of each warp's token, which with EP lies in its slot; where there is no such route, row 0 is read and not used.
 
     No predicate but the columns': with one for each route the compiler runs out of predicates and issues the loads one after the other.
     """
     row = gl.load(t.slot_to_row + token * t.K + gl.minimum(k, fresh(t.K) - 1))
-    pointer = t.results + (gl.maximum(row, 0).to(gl.int64) * s.H)[:, None] + at[None, :]
+    if EP:
+        slot = (token * t.K + gl.minimum(k, fresh(t.K) - 1)).to(gl.int64)
+        pointer = results + (slot * s.H)[:, None] + at[None, :]
+    else:
+        pointer = results + (gl.maximum(row, 0).to(gl.int64) * s.H)[:, None] + at[None, :]
     return gl.where(k < fresh(t.K), row, -1), gl.load(pointer, mask=inside, other=0.0)
 
 
@@ -229,7 +258,7 @@ def _add_route(t, token, k, row, value, acc):
 
 
 @gluon.jit
-def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.constexpr, NW: gl.constexpr):
+def _sum_tokens(s, t, control, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr):
     """out[token], one token a warp: from `start` (+0, or NaN after an abort), fma over routes in k order, then shared experts in order, one rounding.
 
     ROUTES (4 or 8) results of VECTORS 16-byte loads a thread are in flight together.
@@ -244,20 +273,23 @@ def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.con
     if (fresh(t.gated) & 2) != 0:
         gate_1 = gl.convert_layout(_gate(s, t, token, t.gate_1, NW), gate_1.type.layout)
     target = t.out + (token.to(gl.int64) * s.H)[:, None]
+    results = t.results
+    if EP:
+        results = rows_at(t.out, gl.load(peers_of(control) + OWN_SLOTS))
     for c in range(0, fresh(s.H), COLUMNS):
         at = c + columns
         inside = (at < s.H)[None, :]
         acc = gl.zeros([NW, COLUMNS], gl.float32, L) + start
         for k in range(0, fresh(t.K), ROUTES):
-            r0, v0 = _result_row(s, t, token, k, at, inside)
-            r1, v1 = _result_row(s, t, token, k + 1, at, inside)
-            r2, v2 = _result_row(s, t, token, k + 2, at, inside)
-            r3, v3 = _result_row(s, t, token, k + 3, at, inside)
+            r0, v0 = _result_row(s, t, results, token, k, at, inside, EP)
+            r1, v1 = _result_row(s, t, results, token, k + 1, at, inside, EP)
+            r2, v2 = _result_row(s, t, results, token, k + 2, at, inside, EP)
+            r3, v3 = _result_row(s, t, results, token, k + 3, at, inside, EP)
             if ROUTES == 8:
-                r4, v4 = _result_row(s, t, token, k + 4, at, inside)
-                r5, v5 = _result_row(s, t, token, k + 5, at, inside)
-                r6, v6 = _result_row(s, t, token, k + 6, at, inside)
-                r7, v7 = _result_row(s, t, token, k + 7, at, inside)
+                r4, v4 = _result_row(s, t, results, token, k + 4, at, inside, EP)
+                r5, v5 = _result_row(s, t, results, token, k + 5, at, inside, EP)
+                r6, v6 = _result_row(s, t, results, token, k + 6, at, inside, EP)
+                r7, v7 = _result_row(s, t, results, token, k + 7, at, inside, EP)
             keep_loads_above(k)
             acc = _add_route(t, token, k, r0, v0, acc)
             acc = _add_route(t, token, k + 1, r1, v1, acc)
@@ -276,7 +308,7 @@ def _sum_tokens(s, t, token, valid, start, VECTORS: gl.constexpr, ROUTES: gl.con
 
 
 @gluon.jit
-def _sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr):
+def sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr):
     """Sum the NW tokens from `place` of the list on, one a warp; their results are ready and acquired."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
@@ -284,36 +316,41 @@ def _sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr):
     valid = place + warps < s.T
     token = gl.load(t.order + place + warps, mask=valid, other=0)
     if fresh(t.K) <= 4:
-        _sum_tokens(s, t, token, valid, start, 2 * VECTORS, 4, NW)
+        _sum_tokens(s, t, flags.control, token, valid, start, 2 * VECTORS, 4, NW, EP)
     else:
-        _sum_tokens(s, t, token, valid, start, VECTORS, 8, NW)
+        _sum_tokens(s, t, flags.control, token, valid, start, VECTORS, 8, NW, EP)
 
 
 @gluon.jit
-def _take(flags):
+def take(flags):
     return gl.atomic_add(flags.counters, 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+def finish_combine(s, t, flags, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, DEBUG: gl.constexpr):
     """Take combine tickets until none is left, waiting for each; what consumers do after their last GEMM task."""
     tickets = gl.cdiv(fresh(s.T), TICKET_TOKENS)
     wait_at_least(flags.counters + SET_LISTED, gl.num_programs(0), flags.control, WAIT_COMBINE, tickets)
     thread_barrier()
-    ticket = _take(flags)
+    ticket = take(flags)
     while ticket < tickets:
         nap(ticket, DEBUG)
         since = clock(ticket)
         lack = ticket * 0 + 1
         while lack != 0:
-            lack = _behind(s, t, flags, ticket, since, NW)
+            lack = behind(s, t, flags, ticket, since, NW, EP)
+            if EP and lack != 0:
+                watch_peers(flags.control)
             if lack == LATE:
-                report_timeout(flags.control, WAIT_COMBINE, ticket, down_columns(s), lack)
-        fence_acquire(ticket)            # rule 2, reader: the polls of every thread ...
+                report_timeout(flags.control, WAIT_RESULTS if EP else WAIT_COMBINE, ticket, down_columns(s), lack)
+        if EP:
+            fence_acquire_system(ticket)     # rule 3: results come from peers
+        else:
+            fence_acquire(ticket)        # rule 2, reader: the polls of every thread ...
         thread_barrier()                 # ... before the loads of any
         for j in range(0, TICKET_TOKENS, NW):
-            _sum_round(s, t, flags, ticket * TICKET_TOKENS + j, VECTORS, NW)
-        ticket = _take(flags)
+            sum_round(s, t, flags, ticket * TICKET_TOKENS + j, VECTORS, NW, EP)
+        ticket = take(flags)
 
 
 @gluon.jit
@@ -333,14 +370,14 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
         room = (piece < pieces).to(gl.int32)
         if (piece < pieces) & (tile >= s.row_ring):
             # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
-            room = _room(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
+            room = room_for(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
         if room == LATE:
             report_timeout(flags.control, WAIT_ROW_SLOT, tile, tile * 0, piece)
             room = room * 0
         if room != 0:
             nap(piece + 11, DEBUG)
             if OMIT != 1:
-                _copy_piece(s, t, ring, piece, tile % s.row_ring * BLOCK_M + piece % COPY_PARTS * COPY_ROWS, COPY_VECTORS, NW)
+                copy_piece(s, t, flags.control, ring, piece, tile % s.row_ring * BLOCK_M + piece % COPY_PARTS * COPY_ROWS, COPY_VECTORS, NW, False)
             fence_proxy(piece)           # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
             thread_barrier()
             add_release(rows_ready(flags) + tile, 1)
@@ -349,9 +386,9 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
         elif (piece >= pieces) & (ticket < tickets):
             lack = ticket * 0
             if ticket < 0:
-                lack = _room(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there
+                lack = room_for(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there
             elif done == 0:
-                lack = _behind(s, t, flags, ticket, since, NW)
+                lack = behind(s, t, flags, ticket, since, NW, False)
                 fence_acquire(lack)      # rule 2, reader: the polls of every thread ...
                 thread_barrier()         # ... before the loads of any
             if lack >= LATE:
@@ -359,10 +396,10 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
             if lack == 0:
                 nap(ticket + 13, DEBUG)
                 if ticket >= 0:
-                    _sum_round(s, t, flags, ticket * TICKET_TOKENS + done, VECTORS, NW)
+                    sum_round(s, t, flags, ticket * TICKET_TOKENS + done, VECTORS, NW, False)
                     done += NW
                 if (ticket < 0) | (done >= TICKET_TOKENS):
-                    ticket = _take(flags)
+                    ticket = take(flags)
                     done = done * 0
                 since = clock(ticket)
             else:

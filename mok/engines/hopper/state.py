@@ -12,14 +12,15 @@ from torch import Tensor
 from ...fabric.process_group import FabricTimeout
 from ...runtime import runtime
 
-CONTROL_WORDS = 16            # equals sync.CONTROL_WORDS; words 3 to 5 are written here
+CONTROL_WORDS = 16            # equals sync.CONTROL_WORDS; words 3 to 6, 8 and 9 are written here
 SET_HEADER = 16               # equals gemm.SET_HEADER
 SPIN_LIMIT_S = 300.0          # longest wait of a kernel for another CTA; `set_spin_limit` shortens it in tests
 RESERVE_BLOCKS = 64           # captured launches whose blocks are made ahead, each for MIN_CAPACITY tiles
 MIN_CAPACITY = 4096           # row tiles: half a million rows
 WAITS = {1: "rows of x in the routed ring", 2: "h of a row tile", 3: "a free place in the ring of h", 4: "results to sum", 5: "a free place in the routed ring",
          11: "rows of dy or gates", 13: "dz of a row tile", 14: "all dz (backward)", 15: "rows of x (backward)", 16: "all rows of dx", 17: "gate slopes",
-         18: "all CTAs to start (backward)", 19: "the number of published tasks at the end (backward)"}
+         18: "all CTAs to start (backward)", 19: "the number of published tasks at the end (backward)",
+         31: "the ids of a rank", 32: "the rows of x of a rank", 34: "results of other ranks to sum"}
 _BLOCKS, _RESERVE, _CAPTURED, _ERROR, _LIMIT = "hopper blocks", "hopper reserve", "hopper captured", "hopper error", "hopper spin limit"   # keys
 
 
@@ -33,6 +34,20 @@ def set_spin_limit(seconds: float) -> None:
 def block_words(capacity: int) -> int:
     """int32 words of a control block for `capacity` row tiles: the control words and two sets of counters."""
     return CONTROL_WORDS + 2 * (SET_HEADER + 5 * capacity)
+
+
+def group_state(device: torch.device, tiles: int, peers: Tensor, timeout_s: float) -> tuple[Tensor, int, Tensor]:
+    """(control block, its capacity in row tiles, its error record in pinned memory) of an expert group's launches that need `tiles`.
+
+    peers: the group's table on the device (peers.py). Waits for peers end after timeout_s, others after twice that: then the report names a peer.
+    """
+    capacity = max(MIN_CAPACITY, 1 << (tiles - 1).bit_length())
+    record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+    block = torch.zeros(block_words(capacity), dtype=torch.int32)
+    block[3], block[6] = 2 * max(1, int(timeout_s * 1e9) >> 20), max(1, int(timeout_s * 1e9) >> 20)
+    block[4:6].view(torch.int64).fill_(record.data_ptr())
+    block[8:10].view(torch.int64).fill_(peers.data_ptr())
+    return block.to(device), capacity, record
 
 
 def launch_state(device: torch.device, tiles: int) -> tuple[Tensor, int]:

@@ -15,6 +15,10 @@ CONTROL_ARRIVED = gl.constexpr(1)     # CTAs of this launch that have read the e
 CONTROL_ABORT = gl.constexpr(2)       # 1 after a time-out
 CONTROL_LIMIT = gl.constexpr(3)       # longest spin in ticks of `clock`, written by the host when it makes the block
 CONTROL_ERROR = gl.constexpr(4)       # words 4 and 5: address of the error record in pinned host memory, likewise
+CONTROL_PEER_LIMIT = gl.constexpr(6)  # of a group's block: longest wait for a peer, shorter than CONTROL_LIMIT, so that the report names the peer
+CONTROL_PEERS = gl.constexpr(8)       # of a group's block, words 8 and 9: address of its table of peers
+CONTROL_EXCHANGES = gl.constexpr(10)  # of a group's block: exchanges of ids so far
+CONTROL_EXCHANGE_ARRIVED = gl.constexpr(11)   # programs of this exchange that have written their ids
 CONTROL_WORDS = gl.constexpr(16)
 CHECK_EVERY = gl.constexpr(64)        # polls between two looks at the clock and the abort flag
 
@@ -24,6 +28,11 @@ WAIT_HIDDEN = gl.constexpr(2)
 WAIT_HIDDEN_SLOT = gl.constexpr(3)
 WAIT_COMBINE = gl.constexpr(4)
 WAIT_ROW_SLOT = gl.constexpr(5)
+WAIT_IDS = gl.constexpr(31)
+WAIT_PEER_ROWS = gl.constexpr(32)
+WAIT_RESULTS = gl.constexpr(34)
+WAIT_SIGNATURE = gl.constexpr(35)
+WAIT_ABORTED = gl.constexpr(36)
 
 
 @gluon.jit
@@ -48,6 +57,18 @@ def fence_proxy(anchor):
 def fence_acquire(anchor):
     """Rule 2, reader without TMA: turns the relaxed polls before it into an acquire."""
     return gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_acquire_system(pointer):
+    """Rule 3: `load_acquire` of what a peer releases."""
+    return gl.inline_asm_elementwise("ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_acquire_system(anchor):
+    """Rule 3: `fence_acquire` for polls of what peers released."""
+    return gl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -118,6 +139,12 @@ def fresh(value):
 def fresh_float(value):
     """`fresh` for a float32."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fresh_long(value):
+    """`fresh` for an int64."""
+    return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [value], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,0 +1,211 @@
+"""Expert parallelism inside the launches, host side: a group's peer-reachable buffers, its plan and its passes; never waits for the GPU.
+
+Everything that ranks share is made once, when the group is built, from max_tokens, hidden_size and top_k; the variants that its passes use are compiled
+and loaded then too (DESIGN 7, rule 7: loading a module may wait for kernels that wait for a peer). docs/expert-parallel-kernel.md has the protocol.
+"""
+from __future__ import annotations
+
+import hashlib
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...fabric.abort import AbortWords
+from ...fabric.flag_page import ABORT_HOST, MAX_RANKS, page_bytes
+from ...fabric.process_group import FabricError, FabricTimeout
+from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
+from ...runtime import runtime
+from ..protocol import MoETensors, PassOptions, Saved
+from . import expert_parallel_plan, launch, plan_kernel
+from .expert_parallel_plan import EXCHANGE_LAUNCH, EXCHANGE_PROGRAMS, _exchange_ids_kernel, ids_words
+from .forward import ForwardConfig
+from .launch import GroupLaunch
+from .limits import unsupported_reason
+from .peers import TABLE_WORDS
+from .state import WAITS, group_state
+
+_SIGNATURE_BITS = 31
+_OF_PEER = (31, 32)            # waits whose tile is a rank
+_SIGNATURE, _ABORTED = 35, 36  # equal sync.WAIT_SIGNATURE, sync.WAIT_ABORTED
+
+
+class Buffers(Protocol):
+    """What mok.fabric.peer_memory.PeerMemory gives: a rank's buffers by name, all ranks' tensors of each, and tables of their addresses."""
+
+    local: dict[str, Tensor]
+    peers: dict[str, list[Tensor]]
+    table: dict[str, Tensor]
+
+
+def buffer_sizes(max_tokens: int, hidden_size: int, top_k: int) -> dict[str, int]:
+    """Bytes of each peer-reachable buffer of a rank: flags, ids (two halves), staged rows of x, and the slots that results are pushed into."""
+    return {"flags": page_bytes(max_tokens), "ids": 4 * ids_words(max_tokens, top_k), "x": 2 * max_tokens * hidden_size,
+            "slots": 2 * max_tokens * top_k * hidden_size}
+
+
+def peer_table(memory: Buffers, rank: int, world_size: int) -> Tensor:
+    """The table that kernels find peers in (peers.py), int64 on the device."""
+    device = memory.local["flags"].device
+    addresses = {name: memory.table[name].cpu() for name in ("flags", "ids", "x", "slots")}
+    table = torch.zeros(TABLE_WORDS, dtype=torch.int64)
+    table[0], table[1] = rank, world_size
+    table[2], table[3], table[4] = addresses["flags"][rank], addresses["x"][rank] >> 4, addresses["slots"][rank] >> 4
+    for place, values in enumerate((addresses["flags"], addresses["ids"], addresses["x"] >> 4, addresses["slots"] >> 4)):
+        begin = 8 + place * MAX_RANKS
+        table[begin:begin + world_size] = values
+    return table.to(device)
+
+
+class FusedGroup:
+    """One rank's side of a group whose passes communicate inside their launches. bf16; H = hidden_size, K = top_k, T <= max_tokens on every rank.
+
+    memory: buffers of `buffer_sizes`, zeroed. blocks: CTAs that may be resident beside what else runs on the device. Building one loads its variants.
+    All ranks make the same calls in the same order; a difference, a peer that gives up or one that does not come within timeout_s is raised by the
+    next call or mok.check() as FabricError or FabricTimeout naming the rank. The group is dead then.
+    """
+
+    def __init__(self, memory: Buffers, rank: int, world_size: int, *, num_experts: int, max_tokens: int, hidden_size: int, top_k: int,
+                 timeout_s: float, blocks: int, cooperative: bool) -> None:
+        self.memory, self.rank, self.world_size = memory, rank, world_size
+        self.num_experts, self.max_tokens, self.hidden_size, self.top_k, self.timeout_s = num_experts, max_tokens, hidden_size, top_k, timeout_s
+        self.device = memory.local["flags"].device
+        self.debug = False                                    # roles sleep at random; for tests
+        self._peers = peer_table(memory, rank, world_size)
+        rows = plan_capacity(world_size * max_tokens * top_k, experts_of_rank(num_experts, world_size, rank)[1])
+        token_tiles = -(-max_tokens // launch.TILE)
+        state, capacity, self._record = group_state(self.device, max(rows // launch.TILE, 8 * token_tiles), self._peers, timeout_s)
+        self.launch = GroupLaunch(state, capacity, blocks, cooperative)
+        self._everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
+        self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
+        self._dead: FabricError | None = None
+        self._signatures: dict[int, str] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._event = torch.cuda.Event()
+        with torch.cuda.device(self.device):
+            self._load_variants()
+        here = weakref.ref(self)
+        runtime.error_words.append(lambda: None if (group := here()) is None else group.new_error())
+
+    def unsupported_reason(self, dtype: torch.dtype, H: int, I: int, K: int) -> str | None:
+        """None if this group's passes of these sizes run inside the launches; else why not. The same on all ranks that agree on the sizes."""
+        if self.hidden_size != H or self.top_k != K:
+            return f"H={H}, K={K} are not the group's hidden_size={self.hidden_size}, top_k={self.top_k}"
+        return unsupported_reason(self.device, dtype, H, I)
+
+    def build_plan(self, topk_ids: Tensor, num_local_experts: int, signature: str) -> RoutingPlan:
+        """This rank's plan of topk_ids (T, K) int32/int64 (expert_parallel_plan.py); signature: what must agree on all ranks.
+
+        An id outside -1..E-1 counts as -1 and is reported in the device's error word. Raises ValueError where T or the experts are not what the group
+        was built for, after telling the peers, for whom the group is dead then too.
+        """
+        self.raise_if_dead()
+        T, K = topk_ids.shape
+        expected = experts_of_rank(self.num_experts, self.world_size, self.rank)[1]
+        problem = f"T={T} must be at most the group's max_tokens={self.max_tokens}" if self.max_tokens < T else None
+        if num_local_experts != expected:
+            problem = f"w_gate_up holds {num_local_experts} experts on rank {self.rank} and must hold {expected} of {self.num_experts}"
+        if self.top_k != K:
+            problem = f"topk_ids.shape={tuple(topk_ids.shape)} must have the group's top_k={self.top_k} columns"
+        if problem is not None:
+            self.give_up(problem)
+            raise ValueError(problem)
+        number = signature_number(signature)
+        self._signatures[number] = signature
+        with torch.cuda.device(self.device), _Ordered(self):
+            arguments = expert_parallel_plan.exchange_arguments(topk_ids, self.num_experts, self.max_tokens, number, self._everybody, self.launch.state,
+                                                                self.debug)
+            _exchange_ids_kernel[(EXCHANGE_PROGRAMS,)](*arguments, **EXCHANGE_LAUNCH)
+            whole = plan_kernel.build_plan(self._everybody, self.num_experts)
+            return expert_parallel_plan.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens)
+
+    def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
+        """One launch: y (T, H) and what backward needs; z has the worst case's rows. Every rank launches, also one without tokens or rows."""
+        self.raise_if_dead()
+        config = ForwardConfig(options.save_for_backward, several_ranks=True, debug=self.debug)
+        with _Ordered(self):
+            return launch.forward(plan, tensors, options, config, group=self.launch)
+
+    def give_up(self, why: str) -> None:
+        """Tell the peers that this rank will not come; the group is dead. Does not wait for kernels."""
+        if self._dead is None:
+            self._dead = FabricError(f"rank {self.rank} gave up: {why}", (self.rank,))
+            self._abort.tell(ABORT_HOST)
+
+    def raise_if_dead(self) -> None:
+        """Raise what a launch reported, or again what killed this group."""
+        error = self.new_error()
+        if error is not None:
+            raise error
+        if self._dead is not None:
+            raise type(self._dead)(f"this ExpertGroup is dead: {self._dead}", self._dead.peers)
+
+    def new_error(self) -> FabricError | None:
+        """What a launch reported since the last look, from pinned memory; the group is dead then."""
+        flag, _, wait, tile, expected, seen = self._record.tolist()[:6]
+        if not flag:
+            return None
+        self._record.zero_()
+        self._dead = self._error(wait, tile, expected, seen)
+        return self._dead
+
+    def _error(self, wait: int, tile: int, expected: int, seen: int) -> FabricError:
+        where = f"rank {self.rank} of {self.world_size}: a launch on {self.device}"
+        if wait == _SIGNATURE:
+            ours = self._signatures.get(expected, str(expected))
+            theirs = self._signatures.get(seen, f"one that this rank has not run, number {seen}")
+            return FabricError(f"{where} met another pass on rank {tile}: here {ours}, there {theirs}; the output is NaN", (tile,))
+        if wait == _ABORTED:
+            why = "its host could not launch" if seen >= ABORT_HOST else f"it waited too long for {WAITS.get(seen, seen)}"
+            return FabricError(f"{where} ended because rank {tile} gave up: {why}; the output is NaN", (tile,))
+        if wait in _OF_PEER:
+            return FabricTimeout(f"{where} gave up after {self.timeout_s:g} s: rank {tile} did not come; waited for {WAITS[wait]}, expected epoch {expected}, "
+                                 f"saw {seen}; the output is NaN", (tile,))
+        return FabricTimeout(f"{where} gave up: waited for {WAITS.get(wait, wait)}, tile {tile}, expected {expected}, saw {seen}; the output is NaN", ())
+
+    def _load_variants(self) -> None:
+        """Compile and load all that a pass launches, the plan's kernels by running them on ids of nobody."""
+        ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=self.device)
+        for typed in (ids, ids.long()):
+            arguments = expert_parallel_plan.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._everybody, self.launch.state, self.debug)
+            _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)._init_handles()
+            whole = plan_kernel.build_plan(self._everybody, self.num_experts)
+            expert_parallel_plan.cut_plan(whole, typed, self.num_experts, self.rank, self.world_size, self.max_tokens)
+        experts = experts_of_rank(self.num_experts, self.world_size, self.rank)[1]
+        H, I = self.hidden_size, 16
+        plan = empty_plan(ids, experts, launch.TILE)
+        tensors = MoETensors(ids.new_zeros((1, H), dtype=torch.bfloat16), ids.new_zeros((1, self.top_k), dtype=torch.float32),
+                             ids.new_zeros((experts, 2 * I, H), dtype=torch.bfloat16), ids.new_zeros((experts, H, I), dtype=torch.bfloat16))
+        for save in (False, True):
+            launch.load(plan, tensors, PassOptions(save_for_backward=save), ForwardConfig(save, several_ranks=True, debug=self.debug), self.launch)
+
+
+class _Ordered:
+    """Calls of one group on several streams one after the other (DESIGN 7, rule 10): they share buffers and counters. Captures order themselves."""
+
+    def __init__(self, group: FusedGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        group = self._group
+        self._now = torch.cuda.current_stream(group.device)
+        if group._stream is not None and group._stream != self._now and not torch.cuda.is_current_stream_capturing():
+            self._now.wait_event(group._event)
+
+    def __exit__(self, *_: Any) -> None:
+        group = self._group
+        if not torch.cuda.is_current_stream_capturing():
+            group._event.record(self._now)
+            group._stream = self._now
+
+
+def signature_number(signature: str) -> int:
+    """What ranks compare of a pass's signature: a hash of it that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=4).digest(), "little") >> (32 - _SIGNATURE_BITS)
+
+
+def resident_share(device: torch.device, ranks_on_device: int, share_is_set: bool) -> int:
+    """CTAs that each of the ranks on a device may have resident: under MPS with a share set the device already reports that share's SMs."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return count if share_is_set else count // ranks_on_device

@@ -1,0 +1,167 @@
+"""Mover side of the forward kernel on several ranks: rows of x are pulled from their home ranks, results pushed home and summed there (DESIGN 6).
+
+Before the roles start, every CTA copies its share of this rank's tokens into the buffer that peers read and zeroes its share of the counters of
+arrived results; the last one to finish publishes `x_ready`. Movers then, in this order of preference: pull 16 rows into the ring, push 16 finished
+results into their tokens' slots at home, sum a complete token. Nothing that they wait for waits for them: a pull waits for GEMM tasks
+of earlier tiles, a push for GEMM tasks of its own tile, a sum for pushes; the buffers pushed from and to hold every row, so no push waits for room.
+
+Slots and rows are those of RoutingPlan on several ranks: row_to_rank is a row's home, row_to_slot its slot (token*K + k) there.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .compat import thread_barrier
+from .gemm import COPY_PARTS, SET_LISTED, SET_STAGED, hidden_ready, results_ready, rows_ready
+from .move import COPY_ROWS, LATE, TICKET_TOKENS, behind, copy_piece, room_for, sum_round, take
+from .peers import OWN_X, PEER_PAGE, PEER_SLOTS, TOKEN_ARRIVED, X_READY, own_page, peers_of, rows_at, signal_all, wait_for_all, watch_peers, word_of
+from .sync import (
+    CONTROL_ABORT,
+    WAIT_PEER_ROWS,
+    WAIT_RESULTS,
+    WAIT_ROW_SLOT,
+    add_release,
+    clock,
+    fence_acquire_system,
+    fence_proxy,
+    fresh,
+    nap,
+    pause,
+    report_timeout,
+)
+from .tasks import BLOCK_M, down_columns, up_columns_of
+
+
+@gluon.jit
+def stage_tokens(s, t, flags, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
+    """Copy this rank's tokens to where peers read them, zero the counters of arrived results, publish `x_ready` (rule 5). By all four warps of
+    the kernel's default partition, before the roles start: the sort of tokens that every summing role waits for comes after it."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    ROWS: gl.constexpr = 8
+    COLUMNS: gl.constexpr = 256 * VECTORS
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    buffer = rows_at(t.out, gl.load(peers_of(flags.control) + OWN_X))
+    arrived = own_page(flags.control) + TOKEN_ARRIVED
+    for first in range(gl.program_id(0) * ROWS, s.T, gl.num_programs(0) * ROWS):
+        token = (first + rows).to(gl.int64)
+        inside = first + rows < s.T
+        for c in range(0, s.H, COLUMNS):
+            mask = inside[:, None] & (c + columns < s.H)[None, :]
+            value = gl.load(t.x + (token * (t.x_stride * 8))[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
+            gl.store(buffer + (token * s.H)[:, None] + (c + columns)[None, :], value, mask=mask)
+    for first in range(gl.program_id(0) * 128, s.T, gl.num_programs(0) * 128):
+        gl.store(arrived + first + lanes, lanes * 0, mask=first + lanes < s.T)
+    nap(gl.program_id(0) * 31 + t.epoch, DEBUG)
+    thread_barrier()                          # the whole CTA's stores before its arrival ...
+    staged = gl.atomic_add(flags.counters + SET_STAGED, 1, sem="acq_rel", scope="gpu")
+    if staged == gl.num_programs(0) - 1:      # ... and every CTA's arrival before the signal
+        signal_all(flags.control, X_READY, t.epoch)
+
+
+@gluon.jit
+def _home_of(t, row):
+    """(whether there is one, home rank, slot there) of the result in a plan row."""
+    slot = gl.load(t.row_to_slot + row)
+    return slot >= 0, gl.maximum(gl.load(t.row_to_rank + row), 0), gl.maximum(slot, 0)
+
+
+@gluon.jit
+def _push_target(s, t, control, row):
+    valid, home, slot = _home_of(t, row)
+    return valid, rows_at(t.out, gl.load(peers_of(control) + PEER_SLOTS + home)) + slot.to(gl.int64) * s.H
+
+
+@gluon.jit
+def _push_piece(s, t, flags, piece, VECTORS: gl.constexpr, NW: gl.constexpr):
+    """16 results from this rank's rows into their slots at home, then each token's counter there is told (rule 3).
+
+    After an abort nothing is written: the peers' launches may be over, and their buffers in other use.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    COLUMNS: gl.constexpr = 256 * VECTORS
+    rows = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
+    valid, target = _push_target(s, t, flags.control, piece * COPY_ROWS + rows)
+    for j in range(0, COPY_ROWS, NW):
+        next_valid, next_target = _push_target(s, t, flags.control, piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows)
+        source = t.results + (piece * COPY_ROWS + j + rows).to(gl.int64) * s.H
+        for c in range(0, fresh(s.H), COLUMNS):
+            mask = (valid & alive)[:, None] & ((c + columns) < s.H)[None, :]
+            value = gl.load(source[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
+            gl.store(target[:, None] + (c + columns)[None, :], value, mask=mask)
+        valid, target = next_valid, next_target
+    thread_barrier()                          # every warp's stores before the release of any counter
+    there, home, slot = _home_of(t, piece * COPY_ROWS + gl.arange(0, COPY_ROWS, layout=FLAT))
+    counter = word_of(gl.load(peers_of(flags.control) + PEER_PAGE + home), TOKEN_ARRIVED + slot // fresh(t.K))
+    gl.atomic_add(counter, slot * 0 + 1, mask=there & alive, sem="release", scope="sys")
+
+
+@gluon.jit
+def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    """Pulls while the ring has room, else pushes what is finished, else sums what is complete; blocks on none of them.
+
+    Before the kernel ends, every signal that peers send has been waited for (rule 5): x_ready of all ranks, all results of all tokens. The latter also
+    say that this rank's rows of x have been pulled, for each result needs its row: the next launch may stage over them without asking.
+    """
+    pieces = s.num_tiles * COPY_PARTS
+    tickets = gl.cdiv(fresh(s.T), TICKET_TOKENS)
+    grid = gl.num_programs(0)
+    wait_for_all(flags.control, X_READY, t.epoch, WAIT_PEER_ROWS)
+    thread_barrier()
+    piece = gl.program_id(0)
+    push = piece
+    ticket = piece * 0 - 1                # none taken yet
+    done = piece * 0
+    since = clock(ticket)
+    while (push < pieces) | (ticket < tickets):
+        tile = piece // COPY_PARTS
+        room = (piece < pieces).to(gl.int32)
+        if (piece < pieces) & (tile >= s.row_ring):
+            # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
+            room = room_for(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
+        finished = piece * 0
+        if (room != 1) & (push < pieces):
+            finished = room_for(flags, results_ready(flags) + push // COPY_PARTS, down_columns(s), since, NW)
+        if (room == LATE) | (finished == LATE):
+            report_timeout(flags.control, WAIT_ROW_SLOT, tile, tile * 0, piece)
+        if room == 1:
+            nap(piece + 11, DEBUG)
+            if OMIT != 1:
+                copy_piece(s, t, flags.control, ring, piece, tile % s.row_ring * BLOCK_M + piece % COPY_PARTS * COPY_ROWS, COPY_VECTORS, NW, True)
+            fence_proxy(piece)           # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
+            thread_barrier()
+            add_release(rows_ready(flags) + tile, 1)
+            piece += grid
+            since = clock(piece)
+        elif finished == 1:
+            nap(push + 12, DEBUG)
+            _push_piece(s, t, flags, push, COPY_VECTORS, NW)
+            push += grid
+            since = clock(push)
+        elif (push >= pieces) & (ticket < tickets):
+            lack = ticket * 0
+            if ticket < 0:
+                lack = room_for(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there
+            elif done == 0:
+                lack = behind(s, t, flags, ticket, since, NW, True)
+                fence_acquire_system(lack)   # rule 3, reader: the polls of every thread ...
+                thread_barrier()             # ... before the loads of any
+            if lack >= LATE:
+                report_timeout(flags.control, WAIT_RESULTS, ticket, down_columns(s), piece)
+            if lack == 0:
+                nap(ticket + 13, DEBUG)
+                if ticket >= 0:
+                    sum_round(s, t, flags, ticket * TICKET_TOKENS + done, VECTORS, NW, True)
+                    done += NW
+                if (ticket < 0) | (done >= TICKET_TOKENS):
+                    ticket = take(flags)
+                    done = done * 0
+                since = clock(ticket)
+            else:
+                watch_peers(flags.control)
+                pause(lack)
+        else:
+            pause(piece)
