@@ -126,6 +126,10 @@ class MoE(nn.Module):
             if self.group is not None:                           # the other ranks would wait for this one
                 self.group.report(str(error), {"pass": "forward", "layer_key": self.layer_key})
             raise
+        # A checkpoint that recomputes this forward inside backward changes nothing here: the first one's results stand
+        first = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+        if first and not torch.compiler.is_compiling():
+            self.aux_loss = None                # the last pass's graph would tie the parameters to its stream, which a CUDA-graph capture must not touch
         H, K = config.hidden_size, config.top_k
         tokens = x.reshape(-1, H)
         mask = None if padding_mask is None else padding_mask.reshape(-1)
@@ -150,8 +154,7 @@ class MoE(nn.Module):
         own_routes = tokens_per_expert if self.group is None else count_ids(topk_ids.reshape(-1), config.num_experts)
         self.router.count(own_routes)
         aux_loss = topk_weights.new_zeros(()) if routed is None else self.router.loss(routed, own_routes, mask)
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            # not when a checkpoint recomputes this forward inside backward: the first one's results stand
+        if first:
             self.aux_loss, self.tokens_per_expert, self.routes = aux_loss, tokens_per_expert, (topk_ids, topk_weights.detach())
         return y.view(x.shape)
 

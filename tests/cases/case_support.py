@@ -55,9 +55,9 @@ class Problem:
         arguments["shared"] = shared
         return arguments, leaves
 
-    def run(self, layer: Callable[..., Tensor] = mok.moe) -> dict[str, Tensor]:
-        """{"y": y, name: gradient of every floating input}, in memory where nothing unwritten looks clean."""
-        if type(self["x"]) is Tensor:                # not a fake one
+    def run(self, layer: Callable[..., Tensor] = mok.moe, poisoned: bool = True) -> dict[str, Tensor]:
+        """{"y": y, name: gradient of every floating input}, in memory where nothing unwritten looks clean (`poisoned`; it takes memory itself)."""
+        if poisoned and type(self["x"]) is Tensor:                # not a fake one
             poison(self["x"].device)
         arguments, leaves = self.leaves()
         arguments["shared"] = [mok.SharedExpert(*parts) for parts in arguments["shared"]]
@@ -183,16 +183,17 @@ def random_routes(T: int, K: int, E: int, *, masked: float = 0.0, seed: int = 0)
 def peak_bytes(device: str, run: Callable[[], Any]) -> int:
     """How much more memory than before `run` needs at its fullest: of the GPU, or of this process as the operating system counts its pages.
 
-    On a CPU what the C library holds for reuse is given back first, so that every page that `run` touches anew counts.
+    On a GPU it is what was asked for: an allocator's block may be up to a megabyte larger, as it happens to find one. On a CPU what the C library
+    holds for reuse is given back first, so that every page that `run` touches anew counts.
     """
     gc.collect()
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested_bytes("current")
         run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return requested_bytes("peak") - before
     if sys.platform != "linux":
         pytest.skip("the high-water mark of a process can be reset on Linux alone")
     ctypes.CDLL(None).malloc_trim(0)
@@ -201,6 +202,11 @@ def peak_bytes(device: str, run: Callable[[], Any]) -> int:
     before = _resident("VmRSS")
     run()
     return _resident("VmHWM") - before
+
+
+def requested_bytes(which: str) -> int:
+    """Bytes of all live GPU tensors, "current" or at their "peak" since the last reset."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 def _resident(field: str) -> int:

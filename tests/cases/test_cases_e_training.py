@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted):
     gradients = sum(p[name].numel() * p[name].element_size() for name in wanted)
     stated = saved + y + max(forward, backward + gradients)
     peak = peak_bytes("cuda", passes)
-    assert stated <= peak < stated + 64 * 2**10, f"{peak} measured, {stated} stated"              # each tensor is rounded up to 512 bytes
+    assert peak == stated, f"{peak} measured, {stated} stated"
 
 
 # ---- E6 ----
@@ -477,6 +478,19 @@ def test_case_E10_fake_tensors(device, dtype):
             fake = Problem({name: mode.from_tensor(t) for name, t in p.tensors.items()},
                            [tuple(mode.from_tensor(t) for t in parts) for parts in p.shared], mode.from_tensor(p.dy), p.settings).run()
         assert {n: (t.shape, t.dtype, t.stride()) for n, t in fake.items()} == {n: (t.shape, t.dtype, t.stride()) for n, t in real.items()}
+
+
+# ---- E12 ----
+
+def test_case_E12_a_new_forward_lets_go_of_the_last_graph(device):
+    """The loss that a layer shows holds the router's graph, and that the stream of its pass; kept into the next forward, it spoils a capture there."""
+    layer = mok.MoE(mok.MoEConfig(64, 32, 4, 2), device=device, dtype=torch.bfloat16)
+    x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
+    layer(x)
+    last, gone = weakref.ref(layer.aux_loss), []
+    layer.router.register_forward_pre_hook(lambda *_: gone.append(last() is None))
+    layer(x)
+    assert gone == [True] and layer.aux_loss is not None
 
 
 # ---- E13 ----

@@ -16,7 +16,7 @@ import torch
 import mok
 from mok.plan import plan_capacity
 from mok.runtime import runtime
-from tests.cases.case_support import Problem, assert_same_bits, peak_bytes, problem, random_routes
+from tests.cases.case_support import Problem, assert_same_bits, peak_bytes, problem, random_routes, requested_bytes
 
 ROOT = Path(mok.__file__).resolve().parent.parent
 
@@ -101,17 +101,13 @@ def test_case_H4_between_the_passes_of_a_gpu(H, I):
     arguments, _ = p.leaves()
     arguments["shared"] = []
     mok.moe(**arguments).backward(p.dy)                                          # counters, kernels and gradients are in place
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes("current")
     y = mok.moe(**arguments)
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-    stated = stated_bytes(T, K, E, I, (), 2)
-    assert stated > 16 * 2**20 and 0 <= kept - stated < 10 * 512                 # ten tensors, each rounded up to 512 bytes
+    kept = requested_bytes("current") - before - y.numel() * y.element_size()
+    assert kept == stated_bytes(T, K, E, I, (), 2) > 16 * 2**20
     y.backward(p.dy)
     del y
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before < 2**10
+    assert requested_bytes("current") == before
 
 
 def test_case_H4_nothing_wanted_nothing_kept(device, dtype):
@@ -149,7 +145,7 @@ def test_case_H1(device, routing):
     ids = torch.full((T, K), 400) if routing == "one expert takes all" else random_routes(T, K, 64, seed=1) * 16
     p = problem(ids, E, H, I, device, torch.float32 if device == "cpu" else torch.bfloat16)
     p.changed(**{name: p[name][:64] for name in ("x", "topk_ids", "topk_weights")}, dy=p.dy[:64]).run()
-    assert peak_bytes(device, p.run) < T * E
+    assert peak_bytes(device, lambda: p.run(poisoned=False)) < T * E
     # ... and the bound holds because the fault would be seen: a boolean of that size is
     assert peak_bytes(device, lambda: torch.ones(T, E, dtype=torch.bool, device=device)) > 0.99 * T * E
 
@@ -159,10 +155,11 @@ def test_case_H1_skew_needs_no_more_than_balance(device):
     T, K, E, H, I = 8192, 4, 8, 256, 128
     balanced = problem(random_routes(T, K, E), E, H, I, device, torch.float32 if device == "cpu" else torch.bfloat16)
     balanced.run()
-    bound = peak_bytes(device, balanced.run)
-    assert bound > 16 * 2**20
+    bound = peak_bytes(device, lambda: balanced.run(poisoned=False))
+    assert 16 * 2**20 < bound < 2**29
     for ids in (torch.full((T, K), 0), torch.full((T, K), E - 1), torch.arange(T * K).view(T, K) // (T * K - 5)):
-        assert peak_bytes(device, balanced.changed(topk_ids=ids.to(device)).run) < 1.25 * bound
+        skewed = balanced.changed(topk_ids=ids.to(device))
+        assert peak_bytes(device, lambda p=skewed: p.run(poisoned=False)) < 1.25 * bound
 
 
 def test_case_H3():
