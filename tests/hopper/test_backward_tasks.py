@@ -1,6 +1,7 @@
 """The order of backward's GEMM tasks, run as plain Python: every wanted tile once, inputs before what reads them, counts that roles wait for."""
 from __future__ import annotations
 
+import random
 import types
 from pathlib import Path
 
@@ -89,11 +90,20 @@ def test_every_wanted_tile_once(size, wants):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ctas_share_the_sequence(size):
+def test_tickets_share_the_sequence(size):
+    """CTAs take tasks by ticket and walk from one to the next: whoever takes a ticket finds the task of that place."""
     s = schedule(**SIZES[size], wants=ALL)
     whole = sequence(s)
-    for grid in (1, 7, 132):
-        assert [whole[cta::grid] for cta in range(grid)] == [sequence(s, cta, grid) for cta in range(grid)]
+    generator = random.Random(0)
+    for ctas in (1, 7, 132):
+        held: dict[int, tuple[int, int, int]] = {}
+        found = []
+        for ticket in range(len(whole)):
+            cta = generator.randrange(ctas)
+            before, phase, index = held.get(cta, (0, 0, 0))
+            held[cta] = ticket, *tasks.seek(s, phase, index + ticket - before)
+            found.append(tasks.locate(s, *held[cta][1:]))
+        assert found == whole
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -125,4 +135,9 @@ def test_worked_example():
     """The example of the file's docstring."""
     s = schedule(H=256, I=256, T=300, num_tiles=3, num_experts=1, group_tiles=2, wants=1)
     names = {DH: "DH", DX: "DX"}
-    assert [[f"{names[kind]} {tile}" for kind, _, tile, _, _ in sequence(s, cta, 2)] for cta in (0, 1)] == [["DH 0", "DH 2", "DX 1"], ["DH 1", "DX 0", "DX 2"]]
+    assert [f"{names[kind]} {tile}" for kind, _, tile, _, _ in sequence(s)] == ["DH 0", "DH 1", "DH 2", "DX 0", "DX 1", "DX 2"]
+
+
+def test_all_of_dw_up_comes_before_dw_down():
+    kinds = [kind for kind, *_ in sequence(schedule(**SIZES["two shared experts"], wants=ALL | 0b111111 << 8)) if kind >= DW_UP]
+    assert kinds == sorted(kinds) and set(kinds) == {DW_UP, DW_DOWN}

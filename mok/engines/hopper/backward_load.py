@@ -7,6 +7,7 @@ from .backward_pipe import (
     CHUNK,
     COPY_PARTS,
     DH_DONE,
+    NEXT_TASK,
     NUM_STAGES,
     STEP_BYTES,
     TASK_COLUMN,
@@ -213,14 +214,23 @@ def _plan_of(s, rows, phase, kind, slot, tile, expert):
 
 
 @gluon.jit
+def _take_task(flags):
+    """Place in the sequence of this CTA's next task: whoever is free takes the next one, so that no CTA is left with the longer kinds.
+
+    Which CTA computes a task changes no bit.
+    """
+    return gl.atomic_add(flags.totals + NEXT_TASK, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
 def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, DEBUG: gl.constexpr):
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
     tokens_desc = (dy, x, shared dz, shared wh)."""
     s = own(s)
     it = gl.program_id(0) * 0
-    grid = gl.num_programs(0)
     all_dh = all_dh_tasks(s)
-    phase, index = seek(s, it, gl.program_id(0))
+    taken = _take_task(flags)
+    phase, index = seek(s, it, taken)
     kind, slot, tile, column, expert = locate(s, phase, index)
     expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
     idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
@@ -239,7 +249,9 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
         filled = gl.minimum(steps, NUM_STAGES)
         it = _load_steps(s, pipe, it, place, steps, 0, filled, routed, shared_0, shared_1, tokens_desc)
         # The ring is full: now there is time to work out the next task and to look at what it waits for.
-        next_phase, next_index = seek(s, phase, index + grid)
+        after = _take_task(flags)
+        next_phase, next_index = seek(s, phase, index + after - taken)
+        taken = after
         next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index)
         next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
         next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)

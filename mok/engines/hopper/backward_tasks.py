@@ -1,4 +1,4 @@
-"""The static order of backward's GEMM tasks: which tile of which of the four GEMM kinds each CTA computes next.
+"""The static order of backward's GEMM tasks: which tile of which of the four GEMM kinds is computed next.
 
 Kinds, each task one 128 x 256 tile:
   DH       dh = dy @ w_down[e]            row tile x 256 columns of I, with the epilogue that makes dz, w*h and the routing weight's gradient
@@ -7,13 +7,12 @@ Kinds, each task one 128 x 256 tile:
   DW_DOWN  dw_down[e] = dy.T @ (w*h)      128 rows of H x 256 columns of I, likewise
 
 Row tiles come in groups of G: those of shared expert 0, of shared expert 1, then the routed ones. Phases: DH(0), DH(1), DX(0), DH(2), DX(1), ...,
-DX(last), so that what a DX task reads was finished about one phase earlier; then DW_UP and DW_DOWN of shared expert 0, of shared expert 1, of expert
-0, 1, ...: they are half of the work, need every dz and w*h of their expert only, and give the movers time to sum dx meanwhile. Gradients that
-nobody wants have phases of no tasks. All phases are one sequence of tasks; CTA p takes p, p + grid, p + 2*grid, ...: a task waits for tasks
-before it alone, so with all CTAs resident there is always one that can go on.
+DX(last), so that what a DX task reads was finished about one phase earlier; then DW_UP of shared expert 0, of shared expert 1, of expert 0, 1, ...,
+then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP before all of DW_DOWN, because what the tasks
+in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no tasks. All phases are one sequence of tasks, and a CTA that is free takes the next one (backward_load._take_task): a task
+waits for tasks before it alone, so the CTA that holds the earliest unfinished one can always go on.
 
-Example: G = 2, 3 row tiles, one column of each kind, no weight gradients, 2 CTAs: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2.
-CTA 0: DH 0, DH 2, DX 1; CTA 1: DH 1, DX 0, DX 2.
+Example: G = 2, 3 row tiles, one column of each kind, no weight gradients: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -164,9 +163,12 @@ def phase_group(s, phase):
 @gluon.jit
 def phase_weight(s, phase):
     """(shared expert or -1, expert, is dw_down) of a weight-gradient phase."""
-    place = (phase - s.pair_phases) // 2
+    experts = (s.num_phases - s.pair_phases) // 2
+    place = phase - s.pair_phases
+    down = place >= experts
+    place = gl.where(down, place - experts, place)
     slot = gl.where(place < s.num_shared, place, -1)
-    return slot, place - s.num_shared, (phase - s.pair_phases) % 2 == 1
+    return slot, place - s.num_shared, down
 
 
 @gluon.jit
