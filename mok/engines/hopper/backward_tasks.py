@@ -9,8 +9,9 @@ Kinds, each task one 128 x 256 tile:
 Row tiles come in groups of G: those of shared expert 0, of shared expert 1, then the routed ones. Phases: DH(0), DH(1), DX(0), DH(2), DX(1), ...,
 DX(last), so that what a DX task reads was finished about one phase earlier; then DW_UP of shared expert 0, of shared expert 1, of expert 0, 1, ...,
 then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP before all of DW_DOWN, because what the tasks
-in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no tasks. All phases are one sequence of tasks, and a CTA that is free takes the next one (backward_load._take_task): a task
-waits for tasks before it alone, so the CTA that holds the earliest unfinished one can always go on.
+in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no tasks.
+All phases are one sequence, and a CTA that is free takes the next task (backward_load._take_task): a task waits for tasks before it alone, so the CTA
+that holds the earliest unfinished one can always go on.
 
 Example: G = 2, 3 row tiles, one column of each kind, no weight gradients: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2.
 """
