@@ -282,7 +282,7 @@ def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted):
     gradients = sum(p[name].numel() * p[name].element_size() for name in wanted)
     stated = saved + y + max(forward, backward + gradients)
     peak = peak_bytes("cuda", passes)
-    assert peak == stated, f"{peak} measured, {stated} stated"
+    assert abs(peak - stated) < 2**12, f"{peak} measured, {stated} stated"                          # the smallest buffer has 24 KB
 
 
 # ---- E6 ----

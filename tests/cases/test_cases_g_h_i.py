@@ -104,10 +104,11 @@ def test_case_H4_between_the_passes_of_a_gpu(H, I):
     before = requested_bytes("current")
     y = mok.moe(**arguments)
     kept = requested_bytes("current") - before - y.numel() * y.element_size()
-    assert kept == stated_bytes(T, K, E, I, (), 2) > 16 * 2**20
+    stated = stated_bytes(T, K, E, I, (), 2)
+    assert stated > 16 * 2**20 and kept - stated in (0, 4)                        # 4: as above
     y.backward(p.dy)
     del y
-    assert requested_bytes("current") == before
+    assert requested_bytes("current") <= before
 
 
 def test_case_H4_nothing_wanted_nothing_kept(device, dtype):
