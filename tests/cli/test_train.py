@@ -52,10 +52,20 @@ def test_json_is_one_document_on_the_last_line(tmp_path: Path, capsys):
     text = write_text(tmp_path)
     status, document, before = run_json(capsys, "train", *TINY, "--data", str(text), "--out", str(tmp_path / "run"), "--steps", "2")
     assert status == 0 and document["finished"] and document["step"] == 2
-    assert document["loss"] == losses(tmp_path / "run")[-1]
+    assert document["loss"] == losses(tmp_path / "run")[-1] and document["mfu"] is None            # of a GPU only
     assert document["validation_loss"] > 0 and document["bigram_validation_loss"] > 0
     assert any("bigram model" in line and f"{document['bigram_validation_loss']:.4f}" in line for line in before)
     assert document["settings"]["batch_size"] == 4 and document["sample"]
+
+
+def test_a_run_without_checkpoints_writes_everything_else(tmp_path: Path, capsys):
+    text = write_text(tmp_path)
+    status, document, _ = run_json(capsys, "train", *TINY, "--data", str(text), "--out", str(tmp_path / "run"), "--steps", "3", "--save-every", "0",
+                                   "--audit", str(tmp_path / "record"))
+    assert status == 0 and document["finished"] and document["sample"] and len(losses(tmp_path / "run")) == 3
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
+    assert main(["audit", "replay", str(tmp_path / "record")]) == 0
+    assert "must hold at least one checkpoint" in bad_input(capsys, "train", "--resume", str(tmp_path / "run"), "--device", "cpu")
 
 
 def test_resume_continues_where_the_run_ended(finished, tmp_path: Path, capsys):

@@ -26,12 +26,12 @@ def corpus() -> Corpus:
 
 @pytest.mark.parametrize("moe_impl", ["reference", "grouped_mm"])
 def test_engine_tracks_another_implementation_over_the_first_ten_steps(corpus: Corpus, moe_impl: str):
-    """bf16 rounds differently in each of them: losses of up to 5.5 nats agree to 0.02 before training has changed anything but the third digit."""
+    """bf16 rounds differently in each of them. On an H200 the losses of ten steps on the standard library differed by 6e-5 of their size at most."""
     engine, other = Trainer(SETTINGS, corpus, "cuda"), Trainer(replace(SETTINGS, moe_impl=moe_impl), corpus, "cuda")
     with deterministic_libraries(engine.device):
         for step in range(10):
             a, b = engine.train_step(), other.train_step()
-            assert a.loss == pytest.approx(b.loss, rel=1e-3 if step == 0 else 1e-2), step
+            assert a.loss == pytest.approx(b.loss, rel=2e-3), step
             assert a.grad_norm == pytest.approx(b.grad_norm, rel=2e-2 if step == 0 else 0.2), step
 
 
