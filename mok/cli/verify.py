@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HELP = "check every engine of this machine against the float64 specification"
 DESCRIPTION = """\
 Check every engine that this machine can run. Forward and every gradient are compared with the specification in float64, block by block and
-expert by expert: an error may be at most twice that of a plain loop over the experts in the same dtype, plus 2 ulp. Then the promises, to the bit:
+expert by expert: an error may be about twice what half an ulp of change in every input does (docs/numerics.md). Then the promises, to the bit:
 P1 the same run twice, P2 another number of threads or overlap setting, P4 a token in another batch. Exit status 1 if anything fails.
 
   mok verify                        everything this machine has
