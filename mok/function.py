@@ -78,10 +78,18 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
         wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
         group_key = group.key
         signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
-    plan = torch.ops.mok.plan(topk_ids.reshape(-1, K), w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
+    ids = topk_ids.reshape(-1, K)
+    plan_arguments = (w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
     overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
-    y, _, _ = torch.ops.mok.moe_forward(tokens, route_weights, *weights, shared_gate_up, shared_down, shared_gate, plan, *(main_grad or (None, None)),
-                                        activation, swiglu_limit, precision, overlap_values, save, group_key, signature)
+    settings = (activation, swiglu_limit, precision, overlap_values, save, group_key, signature)
+    if _nothing_watches((ids, *differentiable)):
+        plan = _plan(ids, *plan_arguments)
+        y = _moe_forward_directly.apply(tokens, route_weights, *weights, plan, main_grad or (None, None), settings,
+                                        *shared_gate_up, *shared_down, *shared_gate)
+    else:
+        plan = torch.ops.mok.plan(ids, *plan_arguments)
+        y, _, _ = torch.ops.mok.moe_forward(tokens, route_weights, *weights, shared_gate_up, shared_down, shared_gate, plan,
+                                            *(main_grad or (None, None)), *settings)
     return y.view(x.shape).to(x.dtype), plan[_TOKENS_PER_EXPERT]
 
 
@@ -96,6 +104,12 @@ def _refuse_forward_mode(tensors: Sequence[Tensor | None]) -> None:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError("mok.moe has no forward-mode derivative (jvp); use reverse mode, or mok.reference.moe_reference")
+
+
+def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether custom ops would do no more than call their functions, at three times the host's time: no tracing, no mode, no transform, no subclass."""
+    return (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+            and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors if tensor is not None))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -130,8 +144,7 @@ def _signature(text: str) -> dict[str, str]:
     return dict(zip(_SIGNATURE_FIELDS, text.split("|"), strict=True))
 
 
-@torch.library.custom_op("mok::plan", mutates_args=())
-def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int, group_key: int, signature: str) -> list[Tensor]:
+def _plan(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int, group_key: int, signature: str) -> list[Tensor]:
     """RoutingPlan.tensors() of topk_ids (T, K). An op of its own: selective checkpointing can keep its result, and backward uses it.
 
     group_key: 0, or the key of the ExpertGroup whose ranks agree here on `signature` and tell each other their counts.
@@ -147,6 +160,9 @@ def plan_op(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int
     return engine.build_plan(topk_ids, num_local_experts).tensors()
 
 
+plan_op = torch.library.custom_op("mok::plan", _plan, mutates_args=())
+
+
 @plan_op.register_fake
 def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
     if group_key:                                          # how many rows arrive is known when the ranks have spoken
@@ -156,17 +172,19 @@ def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
     return empty_plan_like(topk_ids, num_local_experts, topk_ids.shape[0]).tensors()
 
 
-@torch.library.custom_op("mok::moe_forward", mutates_args=())
-def moe_forward_op(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None, b_down: Tensor | None,
-                   shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor], plan: list[Tensor],
-                   main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None, activation: str, swiglu_limit: float | None,
-                   precision: str, overlap: list[int], save: bool, group_key: int, signature: str) -> tuple[Tensor, Tensor, Tensor]:
+def _moe_forward(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None, b_down: Tensor | None,
+                 shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor], plan: list[Tensor],
+                 main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None, activation: str, swiglu_limit: float | None,
+                 precision: str, overlap: list[int], save: bool, group_key: int, signature: str) -> tuple[Tensor, Tensor, Tensor]:
     """(y, z, shared_z): one forward pass on (T, H) tokens of one dtype. An ungated shared expert has an empty gate tensor."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
     options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), save)
     with torch.autocast(x.device.type, enabled=False):     # dtypes are settled; an engine's own products must not be lowered again
         y, saved = _engine(x, w_down, group_key).forward(RoutingPlan(*plan), tensors, options)
     return y, saved.z, saved.shared_z
+
+
+moe_forward_op = torch.library.custom_op("mok::moe_forward", _moe_forward, mutates_args=())
 
 
 @moe_forward_op.register_fake
@@ -178,55 +196,84 @@ def _(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, sha
 
 def _setup_context(ctx, inputs, output) -> None:
     (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
-     ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _, ctx.group_key, ctx.signature) = inputs
+     *settings) = inputs
     _, z, shared_z = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z, shared_z)
-    ctx.num_shared, ctx.num_maps = len(shared_gate_up), len(plan)
-    # Not saved tensors: several layers or micro-batches may add into one accumulator between this forward and its backward.
-    ctx.main_grad = (main_grad_gate_up, main_grad_down)
-    ctx.save_for_backward(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z, *plan, *shared_gate_up, *shared_down, *shared_gate)
+    _keep(ctx, (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down), [*shared_gate_up, *shared_down, *shared_gate], plan, z, shared_z,
+          (main_grad_gate_up, main_grad_down), settings)
+
+
+def _keep(ctx, inputs, shared, plan, z, shared_z, main_grad, settings) -> None:
+    """What `_gradients` needs. main_grad is no saved tensor: several layers or micro-batches may add into one between this forward and its backward."""
+    ctx.set_materialize_grads(False)
+    ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _, ctx.group_key, ctx.signature = settings
+    ctx.num_shared, ctx.num_maps, ctx.main_grad = len(shared) // 3, len(plan), main_grad
+    ctx.save_for_backward(*inputs, z, shared_z, *plan, *shared)
 
 
 def _backward(ctx, dy, dz, dshared_z):
-    n = ctx.num_shared
+    n, needs = ctx.num_shared, ctx.needs_input_grad
+    shared_needs = [need for group in needs[6:9] for need in (group if isinstance(group, (list, tuple)) else [group])]
+    flat = _gradients(ctx, dy, [bool(need) for need in (*needs[:6], *shared_needs)], torch.ops.mok.moe_backward, torch.ops.mok.moe_backward_into)
+    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * ctx.num_maps, *(None,) * 9)
+
+
+class _moe_forward_directly(torch.autograd.Function):
+    """The moe_forward op and its derivative without the dispatcher, for `_nothing_watches`."""
+
+    @staticmethod
+    def forward(ctx, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, plan, main_grad, settings, *shared):
+        n = len(shared) // 3
+        inputs = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down)
+        y, z, shared_z = _moe_forward(*inputs, list(shared[:n]), list(shared[n:2 * n]), list(shared[2 * n:]), plan, *main_grad, *settings)
+        _keep(ctx, inputs, shared, plan, z, shared_z, main_grad, settings)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        needs = ctx.needs_input_grad
+        flat = _gradients(ctx, dy, [*needs[:6], *needs[9:]], _moe_backward, _moe_backward_into)
+        return (*flat[:6], None, None, None, *flat[6:])
+
+
+def _gradients(ctx, dy, wants: list[bool], backward, backward_into) -> list[Tensor | None]:
+    """Gradients of x, topk_weights, w_gate_up, w_down, b_gate_up, b_down and all shared gate_ups, downs, gates; None where not wanted."""
     if dy is None:                                                             # whatever came after y had no gradient to give
-        return (*(None,) * 6, *([None] * n for _ in range(3)), [None] * ctx.num_maps, *(None,) * 9)
-    saved = ctx.saved_tensors
+        return [None] * len(wants)
+    n, saved = ctx.num_shared, ctx.saved_tensors
     x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z = saved[:8]
     plan, shared = list(saved[8:-3 * n or None]), list(saved[len(saved) - 3 * n:])
-    needs = ctx.needs_input_grad
-    shared_needs = [need for group in needs[6:9] for need in (group if isinstance(group, (list, tuple)) else [group])]
-    wants = [bool(need) for need in (*needs[:6], *shared_needs)]
     arguments = (dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared[:n], shared[n:2 * n], shared[2 * n:], plan, z, shared_z,
                  ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, wants, ctx.group_key, ctx.signature)
     returned = _returned(wants, ctx.main_grad[0] is not None)
-    if ctx.main_grad[0] is None:
-        grads = torch.ops.mok.moe_backward(*arguments)
-    else:
-        likes = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared)
-        grads = [like.new_empty(like.shape) for like, give in zip(likes, returned, strict=True) if give]
-        torch.ops.mok.moe_backward_into(*arguments, *ctx.main_grad, grads)
+    with torch.no_grad():                                                      # under create_graph too: the engines' own operations are no graph
+        if ctx.main_grad[0] is None:
+            grads = backward(*arguments)
+        else:
+            likes = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared)
+            grads = [like.new_empty(like.shape) for like, give in zip(likes, returned, strict=True) if give]
+            backward_into(*arguments, *ctx.main_grad, grads)
     if torch.is_grad_enabled() and grads:                                      # create_graph=True
         grads = _OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in grads))
     grads = iter(grads)
-    flat = [next(grads) if give else None for give in returned]
-    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * len(plan), *(None,) * 9)
+    return [next(grads) if give else None for give in returned]
 
 
 moe_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("mok::moe_backward", mutates_args=())
-def moe_backward_op(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
-                    b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
-                    plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
-                    overlap: list[int], wants: list[bool], group_key: int, signature: str) -> list[Tensor]:
+def _moe_backward(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
+                  b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
+                  plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
+                  overlap: list[int], wants: list[bool], group_key: int, signature: str) -> list[Tensor]:
     """Gradients for which `wants` is true, in the order x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, then all shared gate_ups, downs,
     gates."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
     options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
     return _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), wants, None, group_key, signature)
+
+
+moe_backward_op = torch.library.custom_op("mok::moe_backward", _moe_backward, mutates_args=())
 
 
 @moe_backward_op.register_fake
@@ -236,12 +283,11 @@ def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up,
     return [t.new_empty(t.shape) for t, give in zip(inputs, wants, strict=True) if give]
 
 
-@torch.library.custom_op("mok::moe_backward_into", mutates_args=("main_grad_gate_up", "main_grad_down", "grads"))
-def moe_backward_into_op(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
-                         b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
-                         plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
-                         overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
-                         main_grad_down: Tensor, grads: list[Tensor]) -> None:
+def _moe_backward_into(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
+                       b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
+                       plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
+                       overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
+                       main_grad_down: Tensor, grads: list[Tensor]) -> None:
     """`moe_backward` that adds d w_gate_up and d w_down into main_grad and writes every other wanted gradient into `grads`, in order.
 
     An op of its own: one that writes into its arguments cannot also return a list of tensors under torch.compile.
@@ -252,6 +298,9 @@ def moe_backward_into_op(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up:
     computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), wants, main_grad, group_key, signature)
     for out, grad in zip(grads, computed, strict=True):
         out.copy_(grad)
+
+
+moe_backward_into_op = torch.library.custom_op("mok::moe_backward_into", _moe_backward_into, mutates_args=("main_grad_gate_up", "main_grad_down", "grads"))
 
 
 @moe_backward_into_op.register_fake

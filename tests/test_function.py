@@ -299,3 +299,31 @@ def test_many_layers_compiled_one_by_one():
         layer.compile(fullgraph=True, backend="aot_eager")
         assert torch.equal(layer(x), y)
     torch.compile(mok.moe, fullgraph=True, dynamic=True, backend="aot_eager")(**inputs(grad=False))
+
+
+def test_the_direct_path_gives_the_ops_bits_and_is_left_where_something_watches():
+    """Eager calls skip the dispatcher; under a dispatch mode (as selective checkpointing is) the ops must be seen, with the same results."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    generator = torch.Generator().manual_seed(5)
+    x, w_gate_up, w_down = (torch.randn(size, generator=generator).to(torch.bfloat16).requires_grad_() for size in ((40, 32), (5, 48, 32), (5, 32, 24)))
+    ids, weights = torch.randint(-1, 5, (40, 3), generator=generator), torch.rand(40, 3, generator=generator).requires_grad_()
+    shared = (mok.SharedExpert(torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(32, 8).bfloat16(), torch.randn(32).bfloat16().requires_grad_()),)
+    leaves = (x, weights, w_gate_up, w_down, shared[0].w_gate_up, shared[0].gate_weight)
+
+    def both() -> list[torch.Tensor]:
+        y = mok.moe(x, ids, weights, w_gate_up, w_down, shared=shared)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    direct = both()
+    with Watch():
+        watched = both()
+    assert all(torch.equal(a, b) for a, b in zip(direct, watched, strict=True))
+    assert {"mok.plan.default", "mok.moe_forward.default", "mok.moe_backward.default"} <= set(seen)
