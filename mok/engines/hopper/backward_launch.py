@@ -16,7 +16,7 @@ from ...plan import RoutingPlan
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
 from .compat import COMPILE_OPTIONS
-from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, resident_blocks, rows_readable, tma_readable
+from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
 from .state import CONTROL_WORDS, launch_state
 
 CHUNK = 64                    # rows and columns of every box; equals backward_pipe.CHUNK
@@ -109,7 +109,7 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
         blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **constexprs, **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
-        _backward_kernel[(blocks - reserve_sms,)](*arguments, **constexprs, **LAUNCH)
+        launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments)
     return grads
 
 
