@@ -88,11 +88,11 @@ class FusedGroup:
         here = weakref.ref(self)
         runtime.error_words.append(lambda: None if (group := here()) is None else group.new_error())
 
-    def unsupported_reason(self, dtype: torch.dtype, H: int, I: int, K: int) -> str | None:
+    def unsupported_reason(self, H: int, I: int, K: int) -> str | None:
         """None if this group's passes of these sizes run inside the launches; else why not. The same on all ranks that agree on the sizes."""
         if self.hidden_size != H or self.top_k != K:
             return f"H={H}, K={K} are not the group's hidden_size={self.hidden_size}, top_k={self.top_k}"
-        return unsupported_reason(self.device, dtype, H, I)
+        return unsupported_reason(self.device, torch.bfloat16, H, I)
 
     def build_plan(self, topk_ids: Tensor, num_local_experts: int, signature: str) -> RoutingPlan:
         """This rank's plan of topk_ids (T, K) int32/int64 (expert_parallel_plan.py); signature: what must agree on all ranks.

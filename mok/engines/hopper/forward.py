@@ -88,6 +88,8 @@ def _begin_launch(state, capacity):
 def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
               WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, SUM_VECTORS: gl.constexpr, EP: gl.constexpr, OMIT: gl.constexpr,
               DEBUG: gl.constexpr):
+    if EP:
+        stage_tokens(s, t, flags, 8, WG, DEBUG)
     if WG == 1 and OMIT != 2:
         list_tokens(s, t, flags, 4, EP)
     consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG, SAVE_Z, STAGGER, DEBUG)
@@ -143,8 +145,6 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
     flags = Flags(state, counters, capacity, SET_HEADER + 2 * capacity + num_shared * token_tiles(s))
     t = Tokens(out, results, row_to_slot, slot_to_row, topk_weights, order, x, x_stride_8, gate_0, gate_1, gated, shared_results_row, K,
                row_to_rank, epoch + 1)
-    if EP:
-        stage_tokens(s, t, flags, 8, DEBUG)
     descs = (hidden_store_desc, shared_hidden_store_desc, results_desc, z_desc, shared_z_0, shared_z_1)
     gl.warp_specialize([
         (_consumer, (s, flags, pipe, queue, out_0, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,

@@ -1,0 +1,124 @@
+"""Whether and how an ExpertGroup's passes run inside the launches: built once for the group, asked for every pass. Imports no Triton by itself.
+
+The answers follow from what all ranks have agreed on, so they are the same on all of them: a pass never runs inside the launch on one rank and over
+the process group on another.
+"""
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...plan import RoutingPlan
+from ...runtime import runtime
+from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
+from .limits import unsupported_reason, unsupported_shared_reason
+
+if TYPE_CHECKING:
+    from .expert_parallel import FusedGroup
+
+
+def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | str | None, timeout_s: float) -> FusedGroup | None:
+    """The FusedGroup of a process-group fabric's ranks, or None where a rank cannot run one, which is said once; the same on all ranks.
+
+    sizes: num_experts, max_tokens, hidden_size, top_k. Collective. Raises ValueError on all ranks where sizes differ between ranks.
+    """
+    reason = _cannot_fuse(device, sizes["hidden_size"], fabric.world_size)
+    own: dict[str, Any] = {"reason": reason, "sizes": sizes, "device": None}
+    if reason is None:
+        own["device"] = f"{os.uname().nodename} {torch.cuda.get_device_properties(_cuda_device(device)).uuid}"
+    facts = fabric.exchange_messages(own, "construction")
+    if any(fact["sizes"] != sizes for fact in facts):
+        said = "; ".join(f"rank {rank}: {fact['sizes']}" for rank, fact in enumerate(facts))
+        raise ValueError(f"num_experts, max_tokens, hidden_size and top_k must be the same on all ranks of the ExpertGroup; {said}")
+    if sizes["num_experts"] < fabric.world_size:
+        raise ValueError(f"num_experts={sizes['num_experts']} must be at least the group's {fabric.world_size} ranks")
+    if reasons := [f"rank {rank}: {fact['reason']}" for rank, fact in enumerate(facts) if fact["reason"] is not None]:
+        runtime.say_once(f"mok: expert parallelism runs over the process group, not inside the kernels: {'; '.join(reasons)}")
+        return None
+    return _build(fabric, sizes, _cuda_device(device), timeout_s, sum(fact["device"] == own["device"] for fact in facts))
+
+
+def _build(fabric: Any, sizes: dict[str, int], device: torch.device, timeout_s: float, sharing: int) -> FusedGroup | None:
+    """The buffers and kernels of this rank; sharing: ranks on its device."""
+    from ...fabric.peer_memory import PeerMemory, PeersUnreachable
+    from .expert_parallel import FusedGroup, buffer_sizes, resident_share
+
+    try:
+        memory = PeerMemory(fabric.data_group, fabric.rank, fabric.world_size, device, timeout_s=timeout_s,
+                            sizes=buffer_sizes(sizes["max_tokens"], sizes["hidden_size"], sizes["top_k"]))
+    except PeersUnreachable as error:
+        runtime.say_once(f"mok: expert parallelism runs over the process group, not inside the kernels: {error}")
+        return None
+    blocks = resident_share(device, sharing, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ)
+    fused = FusedGroup(memory, fabric.rank, fabric.world_size, **sizes, timeout_s=timeout_s, blocks=blocks, cooperative=sharing == 1)
+    fabric.exchange_messages({}, "construction: kernels loaded")      # rule 7: nobody launches before everybody has loaded
+    return fused
+
+
+def _cuda_device(device: torch.device | str | None) -> torch.device:
+    """`device` with its index."""
+    named = torch.device("cuda" if device is None else device)
+    return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _cannot_fuse(device: torch.device | str | None, hidden_size: int, world_size: int) -> str | None:
+    """Why this rank's passes cannot communicate inside their launches, or None."""
+    from ...fabric.flag_page import MAX_RANKS
+
+    if (device is not None and torch.device(device).type != "cuda") or not torch.cuda.is_available():
+        return "no CUDA device"
+    if world_size > MAX_RANKS:
+        return f"{world_size} ranks are more than {MAX_RANKS}"
+    return unsupported_reason(_cuda_device(device), torch.bfloat16, hidden_size)
+
+
+def fused_of(group: Any, device: torch.device, dtype: str, H: int, I: int, K: int) -> FusedGroup | None:
+    """The group's FusedGroup if passes of these sizes run in it, else None; dtype as str(torch.dtype)."""
+    fused = group.fused
+    if fused is None or device != fused.device:
+        return None
+    reason = fused.unsupported_reason(H, I, K) if dtype == "torch.bfloat16" else f"dtype={dtype} is not torch.bfloat16"
+    if reason is not None:
+        runtime.say_once(f"mok: a pass runs over the process group, not inside the kernels: {reason}")
+        return None
+    return fused
+
+
+def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: dict[str, str]) -> RoutingPlan | None:
+    """This rank's plan, built without the host, where the pass that `signature` describes runs inside the launches; else None."""
+    if group.fused is None:
+        return None
+    fused = fused_of(group, topk_ids.device, signature["dtype"], int(signature["H"]), int(signature["I"]), int(signature["K"]))
+    if fused is None:
+        return None
+    return fused.build_plan(topk_ids, num_local_experts, ", ".join(f"{name}={value}" for name, value in signature.items()))
+
+
+class GroupPasses:
+    """The passes of an ExpertGroup that has a FusedGroup: forward inside the launch, backward over the process group, as is whatever does not fit."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
+        x = tensors.x
+        fused = fused_of(self._group, x.device, str(x.dtype), x.shape[1], tensors.w_down.shape[2], tensors.topk_weights.shape[1])
+        reason = unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared))
+        if fused is not None and reason is None:
+            return fused.forward(plan, tensors, options)
+        if fused is not None:
+            runtime.say_once(f"mok: a pass runs over the process group, not inside the kernels: {reason}")
+        return self._over_process_group().forward(plan, tensors, options)
+
+    def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
+                 main_grad: MainGrad | None) -> Grads:
+        runtime.say_once("mok: backward of several ranks runs over the process group: several kernels and a host sync, no graph capture")
+        return self._over_process_group().backward(plan, tensors, options, saved, dy, wants, main_grad)
+
+    def _over_process_group(self) -> Any:
+        from ..torch_gpu import TorchGpuEngine
+
+        return TorchGpuEngine(self._group)
