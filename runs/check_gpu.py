@@ -1,0 +1,144 @@
+"""Everything that only a GPU can check, in one call: all GPU tests side by side, compute-sanitizer, then the recorded figures one after the other.
+
+    PYTHONPATH=. python3 runs/check_gpu.py --out FOLDER --commit COMMIT                      tests, sanitizers, figures: about five minutes on an H200
+    PYTHONPATH=. python3 runs/check_gpu.py --out FOLDER --only tests sanitizers              parts of it
+    PYTHONPATH=. python3 runs/check_gpu.py --out FOLDER --only tests --select backward       suites whose name holds a word
+
+Writes FOLDER/check.json (what ran, how long, how it ended), FOLDER/logs.txt (the ends of all logs) and the records of the scripts that it runs.
+A suite that outlasts --limit is ended and counts as failed. Ends with status 0 only if everything that ran passed.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--durations=3")
+# Each suite is one process; the long ones are cut so that they end together, and one multiprocessor-hungry test does not wait for another's compilation.
+SUITES = {
+    "forward": ("tests/hopper/test_forward_gpu.py",),
+    "backward": ("tests/hopper/test_backward_gpu.py",),
+    "plan": ("tests/hopper/test_plan_kernel.py",),
+    "torch_gpu": ("tests/engines/test_torch_gpu.py", "tests/test_router.py", "tests/test_determinism.py", "tests/test_bench_cuda.py"),
+    "cases a": ("tests/cases/test_cases_a_gradients.py",),
+    "cases c d": ("tests/cases/test_cases_c_routing.py", "tests/cases/test_cases_d_shapes.py"),
+    "cases e": ("tests/cases/test_cases_e_training.py",),
+    "cases g h i": ("tests/cases/test_cases_g_h_i.py",),
+    "cases streams": ("tests/cases/test_cases_gpu_streams.py",),
+    "trainer": ("tests/lm", "tests/cli"),
+    "fabric": ("tests/fabric",),
+    "expert parallel": ("tests/hopper/test_expert_parallel_gpu.py",),
+}
+SANITIZED = ("tests/hopper/test_forward_gpu.py", "tests/hopper/test_backward_gpu.py", "-k", "smallest or one_token")
+SANITIZERS = {"memcheck": (), "racecheck": ()}
+RECORDS = {
+    "hopper-forward": ("runs/hopper_forward.py", "--budget-ms", "60", "--blocks", "5"),
+    "hopper-backward": ("runs/hopper_backward.py", "--budget-ms", "60", "--blocks", "5"),
+    "host-time": ("runs/host_time.py",),
+}
+TAIL = 6000                     # characters of each log that are kept
+
+
+@dataclass
+class Job:
+    """One process: its name, command and log; seconds and status once it has ended (124: ended by the limit)."""
+
+    name: str
+    command: list[str]
+    log: Path
+    process: subprocess.Popen | None = None
+    seconds: float = 0.0
+    status: int | None = None
+
+
+def start(job: Job) -> Job:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2"}
+    with job.log.open("w") as log:
+        job.process = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True)
+    return job
+
+
+def wait(jobs: list[Job], limit: float) -> None:
+    """Until all have ended; those that outlast the limit are killed with their children."""
+    begin = time.monotonic()
+    left = list(jobs)
+    while left:
+        for job in list(left):
+            assert job.process is not None
+            job.status, job.seconds = job.process.poll(), round(time.monotonic() - begin, 1)
+            if job.status is None and job.seconds > limit:
+                os.killpg(job.process.pid, 9)
+                job.process.wait()
+                job.status = 124
+            if job.status is not None:
+                left.remove(job)
+                print(f"{job.name:24s} {'passed' if job.status == 0 else f'status {job.status}':12s} {job.seconds:6.1f} s", flush=True)
+        time.sleep(0.2)
+
+
+def suites(folder: Path, select: list[str]) -> list[Job]:
+    return [Job(name, [sys.executable, *PYTEST, *paths], folder / f"{name.replace(' ', '_')}.log") for name, paths in SUITES.items()
+            if all((ROOT / path).exists() for path in paths) and (not select or any(word in name for word in select))]
+
+
+def sanitizers(folder: Path) -> list[Job]:
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not installed: memcheck and racecheck were not run", flush=True)
+        return []
+    return [Job(tool, ["compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--error-exitcode", "1", *options, sys.executable, *PYTEST, *SANITIZED],
+                folder / f"{tool}.log") for tool, options in SANITIZERS.items()]
+
+
+def records(folder: Path, commit: str) -> list[Job]:
+    """The figures, which must have the card to themselves."""
+    jobs = []
+    for name, command in RECORDS.items():
+        out = [] if name == "host-time" else ["--out", str(folder / f"{name}.json")]
+        with_commit = [] if name == "host-time" else ["--commit", commit]
+        jobs.append(Job(name, [sys.executable, *command, *out, *with_commit], folder / f"{name}.log"))
+    return jobs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for check.json, logs.txt and the records")
+    parser.add_argument("--only", nargs="+", choices=("tests", "sanitizers", "records"), default=["tests", "sanitizers", "records"])
+    parser.add_argument("--select", nargs="+", default=[], help="of the test suites, those whose name holds one of these words")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds that the tests, and each record, may take")
+    parser.add_argument("--commit", default="", help="commit to record where the tree has no git")
+    args = parser.parse_args()
+    if shutil.which("nvidia-smi") is None:
+        parser.error("no NVIDIA GPU here: every test would be skipped, which is not passing")
+    logs = args.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    done: list[Job] = []
+    beside = [*(suites(logs, args.select) if "tests" in args.only else []), *(sanitizers(logs) if "sanitizers" in args.only else [])]
+    wait([start(job) for job in beside], args.limit)
+    done += beside
+    for job in records(args.out, args.commit) if "records" in args.only else []:
+        wait([start(job)], args.limit)
+        done.append(job)
+    text = "\n".join(f"===== {job.name}: status {job.status}, {job.seconds} s\n{job.log.read_text(errors='replace')[-TAIL:]}" for job in done)
+    (args.out / "logs.txt").write_text(text)
+    document = {"date": datetime.date.today().isoformat(), "commit": args.commit,
+                "jobs": [{"name": job.name, "status": job.status, "seconds": job.seconds, "command": " ".join(job.command[1:])} for job in done]}
+    (args.out / "check.json").write_text(json.dumps(document, indent=1) + "\n")
+    failed = [job.name for job in done if job.status != 0]
+    for job in done:
+        if job.status != 0:
+            wrong = [line for line in job.log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR", "E  ", "=========     "))]
+            print(f"--- {job.name}\n" + "\n".join(line[:200] for line in wrong[:12]))
+    print(f"{len(done) - len(failed)} of {len(done)} passed" + (f"; not: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
