@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .engines.hopper.expert_parallel_group import make_fused_group
 from .fabric.process_group import ProcessGroupFabric
 from .plan import experts_of_rank
 from .runtime import runtime
@@ -19,14 +21,24 @@ class ExpertGroup:
     process_group: any group that contains this rank (None = the default group). Building an ExpertGroup is collective: all its ranks build
     it, in the same order relative to other groups. timeout_s: how long any rank waits for another before it raises `mok.FabricTimeout`.
 
+    num_experts, max_tokens, hidden_size, top_k: E over all ranks, the most tokens that a rank ever passes, H and K. With all four, the same on all
+    ranks, GPUs that reach each other's memory communicate inside the passes' launches, through buffers made here on `device` (None = the current
+    one); without them, or where that cannot be, over the process group, which is said once. Passes of other sizes or dtypes use the process group.
+
     Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order; a call
     that differs in anything that must agree raises ValueError on every rank. A peer that ends or stalls raises `mok.PeerLost` or
     `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S,
+                 num_experts: int | None = None, max_tokens: int | None = None,
+                 hidden_size: int | None = None, top_k: int | None = None, device: torch.device | str | None = None) -> None:
         if not timeout_s > 0:
             raise ValueError(f"{timeout_s=} must be a positive number of seconds")
+        sizes = {"num_experts": num_experts, "max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        if given and (len(given) < len(sizes) or min(given.values()) < 1):
+            raise ValueError(f"num_experts, max_tokens, hidden_size and top_k must be positive integers, all four or none; got {sizes}")
         self.process_group = process_group
         self.timeout_s = timeout_s
         if not dist.is_initialized():
@@ -35,6 +47,7 @@ class ExpertGroup:
         self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
         self._calls = 0
+        self.fused = make_fused_group(self.fabric, given, device, timeout_s) if given else None     # what communicates inside the launches, if anything
         runtime.groups[self.key] = self
 
     @classmethod
@@ -70,7 +83,13 @@ class ExpertGroup:
         return [header["facts"] for header in headers]
 
     def report(self, error: str, signature: dict) -> None:
-        """Tell the other ranks, in place of the call that they are about to make, that this rank cannot; they raise `error`, this rank goes on."""
+        """Tell the other ranks, in place of the call that they are about to make, that this rank cannot; they raise `error`, this rank goes on.
+
+        Where launches communicate there is no such place: the peers' launches end with NaN, and the group is dead for all.
+        """
+        if self.fused is not None:
+            self.fused.give_up(error)
+            return
         with contextlib.suppress(ValueError):
             self.handshake(signature, error=error)
 

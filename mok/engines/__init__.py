@@ -52,11 +52,15 @@ def get_engine(name: str) -> Engine:
 
 
 def get_group_engine(device: torch.device, group: Any) -> Passes:
-    """The passes of `group`'s ranks over its process group: the CPU engine, or on GPUs the torch_gpu engine."""
+    """The passes of `group`'s ranks: inside the launches where the group can, else over its process group by the CPU or the torch_gpu engine."""
     if device.type == "cpu":
         from .cpu import CpuEngine
 
         return CpuEngine(group)
+    if group.fused is not None and device == group.fused.device:
+        from .hopper.expert_parallel_group import GroupPasses
+
+        return GroupPasses(group)
     from ..runtime import runtime
     from .torch_gpu import TorchGpuEngine
 

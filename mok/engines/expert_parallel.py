@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan import RoutingPlan, count_ids
+from .hopper.expert_parallel_group import fused_plan
 from .protocol import Wants
 
 _COUNTS_IN_HANDSHAKE = 2048     # counts of ids below this fit the handshake's message; beyond, they travel in one of their own
@@ -23,6 +24,9 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
 
     signature: what must agree on all ranks. E is the sum of num_local_experts over ranks. One host synchronisation on a GPU.
     """
+    plan = fused_plan(group, topk_ids, num_local_experts, signature)      # no host in the loop: what differs is raised by the next call
+    if plan is not None:
+        return plan
     T, ids = topk_ids.shape[0], topk_ids.reshape(-1).long()
     lowest, highest = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (-1, -1)
     error = f"topk_ids holds {lowest} and must hold -1 or expert ids from 0" if lowest < -1 else None
