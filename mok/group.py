@@ -11,6 +11,7 @@ from .engines.hopper.expert_parallel_group import make_fused_group
 from .fabric.process_group import ProcessGroupFabric
 from .plan import experts_of_rank
 from .runtime import runtime
+from .waves import WaveCounts, check_capacity_factor
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -28,10 +29,14 @@ class ExpertGroup:
     Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order; a call
     that differs in anything that must agree raises ValueError on every rank. A peer that ends or stalls raises `mok.PeerLost` or
     `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
+
+    capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through
+    them again in further waves; None = room for the worst case. Nothing is dropped and no bit changes; `wave_counts` says how often it
+    happened. The same on all ranks; on CPUs only.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S,
-                 num_experts: int | None = None, max_tokens: int | None = None,
+                 capacity_factor: float | None = None, num_experts: int | None = None, max_tokens: int | None = None,
                  hidden_size: int | None = None, top_k: int | None = None, device: torch.device | str | None = None) -> None:
         if not timeout_s > 0:
             raise ValueError(f"{timeout_s=} must be a positive number of seconds")
@@ -39,6 +44,9 @@ class ExpertGroup:
         given = {name: size for name, size in sizes.items() if size is not None}
         if given and (len(given) < len(sizes) or min(given.values()) < 1):
             raise ValueError(f"num_experts, max_tokens, hidden_size and top_k must be positive integers, all four or none; got {sizes}")
+        check_capacity_factor(capacity_factor)
+        self.capacity_factor = capacity_factor
+        self.wave_counts = WaveCounts()
         self.process_group = process_group
         self.timeout_s = timeout_s
         if not dist.is_initialized():
@@ -51,11 +59,11 @@ class ExpertGroup:
         runtime.groups[self.key] = self
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ExpertGroup:
+    def from_mesh(cls, mesh: DeviceMesh, *, timeout_s: float = DEFAULT_TIMEOUT_S, capacity_factor: float | None = None) -> ExpertGroup:
         """The group of a one-dimensional mesh, such as `device_mesh["ep"]`."""
         if mesh.ndim != 1:
             raise ValueError(f"mesh.ndim={mesh.ndim} must be 1: pass one dimension of it, such as mesh['ep']")
-        return cls(mesh.get_group(), timeout_s=timeout_s)
+        return cls(mesh.get_group(), timeout_s=timeout_s, capacity_factor=capacity_factor)
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first global id, count) of the experts that this rank owns out of `num_experts`."""

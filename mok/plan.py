@@ -47,6 +47,7 @@ class RoutingPlan:
     num_tiles          (1,)        used row tiles                                  [2]
 
     slot_to_rank       (T*K,)      rank that owns the slot's expert; -1 = no expert; None at W = 1, where it is this rank
+    wave_tiles         (W, 2)      row tiles that each rank uses, row tiles of its buffers (`mok.waves`); None = buffers of R rows
 
     At W > 1 a rank knows the counts of all ranks and its own routes only: row_to_slot holds -1 for rows that other ranks send, until the
     slot ids that travel with those rows are written there; row_to_rank tells such rows (>= 0) from padding (-1).
@@ -60,6 +61,7 @@ class RoutingPlan:
     tokens_per_expert: Tensor
     num_tiles: Tensor
     slot_to_rank: Tensor | None = None
+    wave_tiles: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -68,8 +70,8 @@ class RoutingPlan:
 
     def tensors(self) -> list[Tensor]:
         """The maps in field order, as custom ops pass them; `RoutingPlan(*plan.tensors())` is the same plan."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return values if self.slot_to_rank is not None else values[:-1]
+        assert self.wave_tiles is None or self.slot_to_rank is not None
+        return [value for field in fields(self) if (value := getattr(self, field.name)) is not None]
 
     @staticmethod
     def build(topk_ids: Tensor, num_experts: int, *, rank: int = 0, counts: Tensor | None = None, total_tokens: int | None = None,

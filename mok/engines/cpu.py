@@ -4,7 +4,8 @@
     backward  [routed tiles + shared tiles] -> [weight gradients + sums of dx]
 
 Between the brackets all tasks have ended; inside one they run in any order on any thread without changing a bit. At several ranks rows
-travel at the same places: x rows before the first bracket, results (y rows; dx rows and d_weight) before the last.
+travel at the same places: x rows before the first bracket, results (y rows; dx rows and d_weight) before the last. With a bounded capacity
+(`mok.waves`) routed tiles and, in backward, routed weight gradients are done wave by wave in the same buffers.
 """
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import BLOCK_M
 from ..plan import RoutingPlan
 from ..runtime import Task, runtime
+from ..waves import Wave, split_into_waves, waves_needed
 from .cpu_activation import Activation
 from .cpu_check import self_check
 from .cpu_combine import SharedRows, combine_backward_tasks, combine_tasks, gate_tasks, scores_tasks
-from .cpu_experts import BackwardRows, Experts, ExpertWants, ExpertWeights, WeightGrads, outer_tasks
+from .cpu_experts import BackwardRows, Experts, ExpertWants, ExpertWeights, GradTarget, WeightGrads, outer_tasks
 from .cpu_rows import GroupRows, LocalRows, slot_values
 from .cpu_tiles import Rows, TileMath
 from .protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
@@ -94,7 +97,7 @@ class SharedPass:
             if rows.d_weight is not None and gate is not None:
                 rows.d_weight.mul_(gate).mul_(1 - gate)          # the gradient of the gate's score
                 if out[2] is not None:
-                    tasks.append(partial(experts.row_sum, Rows(self.x), rows.d_weight, 0, self.x.shape[0], out[2].unsqueeze(0)))
+                    tasks.append(partial(experts.row_sum, Rows(self.x), rows.d_weight, 0, self.x.shape[0], GradTarget(out[2].unsqueeze(0))))
             if rows.dx is not None:
                 result.append(SharedRows(rows.dx, rows.d_weight, None if s.gate_weight is None else s.gate_weight.unsqueeze(0)))
             grads.shared.append(out)
@@ -131,8 +134,19 @@ class CpuEngine:
         """group: the ExpertGroup that a pass's rows travel in, None = this rank alone."""
         self._group = group
 
-    def _row_journey(self, plan: RoutingPlan, T: int, K: int) -> LocalRows | GroupRows:
-        return LocalRows(plan, T, K) if self._group is None else GroupRows(plan, T, K, self._group)
+    def _row_journey(self, plan: RoutingPlan, T: int, K: int, num_waves: int) -> LocalRows | GroupRows:
+        return LocalRows(plan, T, K) if self._group is None else GroupRows(plan, T, K, self._group, num_waves)
+
+    def _waves(self, plan: RoutingPlan) -> list[Wave]:
+        """The waves that all ranks make in a pass, as this rank's rows lie in each; one of all rows where the capacity is not bounded."""
+        offsets, tokens = plan.expert_offsets.tolist(), plan.tokens_per_expert.tolist()
+        if plan.wave_tiles is None:
+            return split_into_waves(offsets, tokens, plan.num_rows, 1)
+        by_rank = [(waves_needed(used, capacity), capacity) for used, capacity in plan.wave_tiles.tolist()]
+        own, capacity = by_rank[self._group.rank]
+        count = max(waves for waves, _ in by_rank)
+        self._group.wave_counts.add(count, own)
+        return split_into_waves(offsets, tokens, capacity * BLOCK_M, count)
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
         return RoutingPlan.build(topk_ids, num_experts)
@@ -144,15 +158,19 @@ class CpuEngine:
         (T, H), K = x.shape, tensors.topk_weights.shape[1]
         with torch.no_grad(), math.precision(), runtime.rows.borrow() as take:
             experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options, take)
-            saved = Saved(z=x.new_empty(plan.num_rows if options.save_for_backward else 0, 2 * experts.width),
+            waves = self._waves(plan)
+            saved = Saved(z=x.new_empty(waves[0].capacity if options.save_for_backward else 0, 2 * experts.width),
                           shared_z=x.new_empty(T if options.save_for_backward else 0, shared.z_width))
-            y_rows = take(plan.num_rows, H, x.dtype)
-            journey = self._row_journey(plan, T, K)
-            (x_rows,), _ = journey.dispatch("dispatch", [x])
-            tasks = experts.forward_tasks(x_rows, y_rows, saved.z if options.save_for_backward else None)
+            y_rows = take(waves[0].capacity, H, x.dtype)
+            journey = self._row_journey(plan, T, K, len(waves))
             shared_tasks, shared_rows = shared.forward(saved.shared_z if options.save_for_backward else None)
-            runtime.tiles.run(tasks + shared_tasks)
-            (y_home,) = journey.home("combine", y_rows)
+            y_home: Tensor | None = None
+            for wave in waves:
+                (x_rows,), _ = journey.dispatch("dispatch", wave.index, [x])
+                first = wave.index == 0                              # z of later waves would need room for the worst case: backward computes it again
+                tasks = experts.of_wave(wave).forward_tasks(x_rows, y_rows, saved.z if options.save_for_backward and first else None)
+                runtime.tiles.run(tasks + shared_tasks if first else tasks)
+                (y_home,) = journey.home("combine", wave.index, y_rows)
             assert y_home is not None
             y = x.new_empty(T, H)
             runtime.tiles.run(combine_tasks(math, y, y_home, journey.slots, tensors.topk_weights, shared_rows))
@@ -168,18 +186,29 @@ class CpuEngine:
         with torch.no_grad(), math.precision(), runtime.rows.borrow() as take:
             experts, shared = routed_experts(math, plan, tensors, options), SharedPass(math, tensors, options, take)
             want = ExpertWants(wants.x, wants.topk_weights, wants.w_gate_up, wants.w_down, wants.b_gate_up, wants.b_down)
-            rows = experts.backward_rows(plan.num_rows, want, take)
-            journey = self._row_journey(plan, T, K)
-            sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if want.w_gate_up else [dy], tensors.topk_weights)
-            dy_rows, x_rows = sources[0], sources[-1]                # without w_gate_up's gradient nobody reads x_rows
-            runtime.tiles.run(shared.gate_tasks())
-            runtime.tiles.run(experts.backward_tasks(dy_rows, row_weights, saved.z, want, rows) + shared.backward_tiles(dy, saved.shared_z, wants))
-
+            waves = self._waves(plan)
+            R, several = waves[0].capacity, len(waves) > 1
+            rows = experts.backward_rows(R, want, take)
+            again = take(R, 2 * experts.width, x.dtype) if several and want.needs_z else None
+            carried = experts.carried_sums(want, take) if several else None
             targets = routed_weight_grads(tensors, wants, main_grad, grads)
-            tasks = experts.weight_grad_tasks(x_rows, dy_rows, row_weights, rows, targets)
+            journey = self._row_journey(plan, T, K, len(waves))
+            runtime.tiles.run(shared.gate_tasks())
+            tasks: list[Task] = []                                   # the last wave's weight gradients run beside the sums of dx
+            for wave in waves:
+                runtime.tiles.run(tasks)
+                here, z = experts.of_wave(wave), saved.z if again is None or wave.index == 0 else again
+                by_token = [dy, x] if want.w_gate_up or z is again else [dy]
+                sources, row_weights = journey.dispatch("backward dispatch", wave.index, by_token, tensors.topk_weights)
+                dy_rows, x_rows = sources[0], sources[-1]            # where x did not travel nobody reads x_rows
+                if z is again:
+                    runtime.tiles.run(here.forward_tasks(x_rows, None, z))
+                tiles = here.backward_tasks(dy_rows, row_weights, z, want, rows)
+                runtime.tiles.run(tiles if wave.index else tiles + shared.backward_tiles(dy, saved.shared_z, wants))
+                tasks = here.weight_grad_tasks(x_rows, dy_rows, row_weights, rows, targets, carried)
+                dx_home, d_weight_home = journey.home("backward combine", wave.index, rows.dx, rows.d_weight)
             shared_tasks, shared_rows = shared.backward_sums(dy, wants, grads)
             tasks += shared_tasks
-            dx_home, d_weight_home = journey.home("backward combine", rows.dx, rows.d_weight)
             if dx_home is not None:
                 grads.x = x.new_empty(T, H)
                 tasks += combine_backward_tasks(math, grads.x, dx_home, journey.slots, shared_rows)
@@ -207,7 +236,7 @@ class CpuEngine:
                 tasks += scores_tasks(math, dlogits, _dense(weight, math), dx, flip=True)
             if want_weight:
                 dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-                tasks += outer_tasks(math, Rows(dlogits), Rows(x), 0, x.shape[0], dweight, accumulate=False)
+                tasks += outer_tasks(math, Rows(dlogits), Rows(x), 0, x.shape[0], GradTarget(dweight))
             runtime.tiles.run(tasks)
         return dx, dweight
 

@@ -6,6 +6,7 @@ which of what came back belongs to which route. A pass written against them give
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,38 +25,57 @@ class LocalRows:
         self._token = self._slot.clamp(min=0) // K                  # padding rows hold token 0 and are never read
         self.slots = plan.slot_to_row.view(T, K).to(torch.int64)
 
-    def dispatch(self, what: str, by_token: Sequence[Tensor], by_slot: Tensor | None = None) -> tuple[list[Rows], Tensor | None]:
-        """Row sources of values by token (T, C) each; and (R, 1) row values of by_slot (T, K), unspecified in padding."""
+    def dispatch(self, what: str, wave: int, by_token: Sequence[Tensor], by_slot: Tensor | None = None) -> tuple[list[Rows], Tensor | None]:
+        """Row sources of values by token (T, C) each; and (R, 1) row values of by_slot (T, K), unspecified in padding. There is one wave."""
         values = None
         if by_slot is not None:
             values = _picked(by_slot.reshape(-1), self._slot).unsqueeze(1)
         return [Rows(tokens, self._token) for tokens in by_token], values
 
-    def home(self, what: str, *by_row: Tensor | None) -> list[Tensor | None]:
+    def home(self, what: str, wave: int, *by_row: Tensor | None) -> list[Tensor | None]:
         """Results by row (R, C), to be read at `slots`; None stays None."""
         return list(by_row)
 
 
 class GroupRows:
-    """W > 1: rows travel to the ranks that own their experts, results travel home; the process group's all-to-all carries both."""
+    """W > 1: rows travel to the ranks that own their experts, results travel home; the process group's all-to-all carries both.
 
-    def __init__(self, plan: RoutingPlan, T: int, K: int, group: Any) -> None:
-        self._travel, self._K = Travel(plan, group), K
-        self._position = torch.full((plan.num_rows,), -1, dtype=torch.int64)
-        self._position[self._travel.received_rows] = torch.arange(self._travel.received_rows.shape[0])
-        self.slots = self._travel.home_plan().slot_to_row.view(T, K).to(torch.int64)
+    In several waves each carries its own rows; all waves' results lie side by side in the home ranks' buffers.
+    """
 
-    def dispatch(self, what: str, by_token: Sequence[Tensor], by_slot: Tensor | None = None) -> tuple[list[Rows], Tensor | None]:
-        """As LocalRows.dispatch, of all ranks' tokens."""
-        slots = self._travel.sent_slots
+    def __init__(self, plan: RoutingPlan, T: int, K: int, group: Any, num_waves: int) -> None:
+        self._travels = [Travel(plan, group, None if plan.wave_tiles is None else wave) for wave in range(num_waves)]
+        self._K = K
+        self._home: dict[int, Tensor] = {}
+        self._home_first = list(accumulate((travel.sent_slots.shape[0] for travel in self._travels), initial=0))
+        sent = torch.cat([travel.sent_slots for travel in self._travels])
+        slots = torch.full((T * K,), -1, dtype=torch.int64)
+        slots[sent] = torch.arange(sent.shape[0])
+        self.slots = slots.view(T, K)
+
+    def dispatch(self, what: str, wave: int, by_token: Sequence[Tensor], by_slot: Tensor | None = None) -> tuple[list[Rows], Tensor | None]:
+        """As LocalRows.dispatch, of all ranks' tokens, rows counted from the wave's first one."""
+        travel = self._travels[wave]
+        slots, received = travel.sent_slots, travel.received_rows
         sent = [_picked(tokens, slots // self._K) for tokens in by_token] + ([] if by_slot is None else [by_slot.reshape(-1)[slots]])
-        arrived = self._travel.to_experts(what, *sent)
-        values = None if by_slot is None else _picked(arrived.pop(), self._position).unsqueeze(1)
-        return [Rows(rows, self._position) for rows in arrived], values
+        arrived = travel.to_experts(what, *sent)
+        position = torch.full((travel.num_rows,), -1, dtype=torch.int64)
+        position[received] = torch.arange(received.shape[0])
+        values = None if by_slot is None else _picked(arrived.pop(), position).unsqueeze(1)
+        return [Rows(rows, position) for rows in arrived], values
 
-    def home(self, what: str, *by_row: Tensor | None) -> list[Tensor | None]:
-        """As LocalRows.home: what came back for this rank's own routes."""
-        return self._travel.home(what, *by_row)
+    def home(self, what: str, wave: int, *by_row: Tensor | None) -> list[Tensor | None]:
+        """As LocalRows.home: what has come back for this rank's own routes, complete after the last wave."""
+        arrived = self._travels[wave].home(what, *by_row)
+        if len(self._travels) == 1:
+            return arrived
+        first, last = self._home_first[wave:wave + 2]
+        for i, rows in enumerate(arrived):
+            if rows is not None:
+                if i not in self._home:
+                    self._home[i] = rows.new_empty((self._home_first[-1], *rows.shape[1:]))
+                self._home[i][first:last].copy_(rows)
+        return [self._home.get(i) for i in range(len(arrived))]
 
 
 def _picked(values: Tensor, index: Tensor) -> Tensor:

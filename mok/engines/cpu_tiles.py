@@ -28,13 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import BLOCK_M
 from ..runtime import Scratch, runtime
 from .protocol import accumulation_dtype
 
 TILE_ROWS = 256
 TAIL_ROWS = (32, 64, 128, 192)      # multiples of 32, so that no tile of an activation ends inside of a vector: a difference too rare to measure
 K_BLOCK = 128               # contraction of one fp32 call: oneDNN sums it in one chain, whose error at 2048 was 3 times that of MKL, which sums blocks
-OUTER_BLOCK = 512           # ... where precision does not ask for it, of a.T @ b: a.T is copied block by block inside; 256 to 1024 took the same time
+OUTER_BLOCK = BLOCK_M       # rows that a sum over rows advances by: where a wave may cut an expert's rows (mok.waves)
 DOT_COLUMNS = 128           # column tile of row_dot
 _PITCH = 16                 # elements; 64 bytes or 128
 
@@ -71,9 +72,11 @@ class TileMath:
         self.dtype = dtype
         self.acc = accumulation_dtype(dtype)
         self._linear: Callable[..., Tensor] | None = None
+        self._linear_add: Callable[..., Tensor] | None = None
         bf16_kernels = False
         if torch.backends.mkldnn.is_available():
             self._linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+            self._linear_add = getattr(self._linear, "binary", None)
             bf16_kernels = bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)())
         self.direct = dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and bf16_kernels)
         amx = dtype == torch.bfloat16 and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
@@ -120,9 +123,22 @@ class TileMath:
             data = scratch.kept(weight.slot + ".wide", weight.key, weight.data, self.acc)
         return self._product(scratch, name, a, data.T if flip else data, None)
 
-    def outer(self, scratch: Scratch, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a.T @ b: a (rows, M), b (rows, N), both in the accumulation dtype -> (M, N); contracts over rows."""
-        return self._product(scratch, name, a.T, b.T, None)
+    def outer(self, scratch: Scratch, name: str, a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+        """a.T @ b, or total + a.T @ b: a (rows, M), b (rows, N), total contiguous (M, N), all in the accumulation dtype -> (M, N).
+
+        OUTER_BLOCK rows at a time, each block's product added to what came before: cut between two blocks, with `total` handed on, a sum
+        keeps its bits. `total` may be overwritten. oneDNN adds while it stores: blocks of 128 so took the time of blocks of 512 whose
+        products are added by a second pass (512 x 1024 x 1024: 204 against 197 GFLOP/s, best of 25 on one thread of a Zen 5, 2026-11-30).
+        """
+        for first in range(0, a.shape[0], OUTER_BLOCK):
+            left, right = a[first:first + OUTER_BLOCK].T, b[first:first + OUTER_BLOCK].T
+            if self._linear is not None and self._linear_add is not None and self.acc == torch.float32 and self.mode == "ieee":
+                total = self._linear(left, right, None, "none", [], "") if total is None else self._linear_add(left, total, right, None, "add")
+            else:
+                product = torch.mm(left, right.T, out=self.buffer(scratch, name, left.shape[0], right.shape[0], a.dtype))
+                total = scratch.like(name + ".total", product).copy_(product) if total is None else total.add_(product)
+        assert total is not None
+        return total
 
     @staticmethod
     def _aligned(scratch: Scratch, weight: Matrix) -> Tensor:
@@ -132,8 +148,7 @@ class TileMath:
 
     def _product(self, scratch: Scratch, name: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if self._linear is not None and ((a.dtype == torch.float32 and self.mode == "ieee") or (a.dtype == torch.bfloat16 and bias is not None)):
-            depth = K_BLOCK if self.dtype == torch.float32 else OUTER_BLOCK if a.stride(1) != 1 else a.shape[1]
-            result = self._blocked(a, b, bias, depth, self._linear)
+            result = self._blocked(a, b, bias, K_BLOCK if self.dtype == torch.float32 else a.shape[1], self._linear)
         elif out is not None and a.dtype == torch.bfloat16 and out.shape[0] == a.shape[0] and out.is_contiguous():
             return torch.mm(a, b.T, out=out)             # straight to where it is wanted
         else:

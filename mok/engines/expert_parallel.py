@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import BLOCK_M
 from ..plan import RoutingPlan, count_ids
+from ..waves import wave_tiles
 from .hopper.expert_parallel_group import fused_plan
 from .protocol import Wants
 
@@ -30,8 +32,11 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
     T, ids = topk_ids.shape[0], topk_ids.reshape(-1).long()
     lowest, highest = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (-1, -1)
     error = f"topk_ids holds {lowest} and must hold -1 or expert ids from 0" if lowest < -1 else None
+    if group.capacity_factor is not None and topk_ids.device.type != "cpu":
+        error = f"capacity_factor={group.capacity_factor} must be None on {topk_ids.device}: waves run on CPUs only"
     counts = count_ids(ids, highest + 1).tolist() if highest < _COUNTS_IN_HANDSHAKE else None
-    facts = group.handshake({"pass": "forward", **signature}, error=error, tokens=T, experts=num_local_experts, highest=highest, counts=counts)
+    agreed = {"pass": "forward", "capacity_factor": group.capacity_factor, **signature}
+    facts = group.handshake(agreed, error=error, tokens=T, experts=num_local_experts, highest=highest, counts=counts)
     E = group.total_experts([fact["experts"] for fact in facts])
     for rank, fact in enumerate(facts):
         if fact["highest"] >= E:
@@ -41,7 +46,10 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
     else:
         everywhere = count_ids(ids, E).repeat(group.size, 1)
         (all_counts,) = group.fabric.exchange_rows([everywhere], [1] * group.size, [1] * group.size, "counts")
-    plan = RoutingPlan.build(topk_ids, E, rank=group.rank, counts=all_counts, total_tokens=sum(fact["tokens"] for fact in facts))
+    total_tokens = sum(fact["tokens"] for fact in facts)
+    plan = RoutingPlan.build(topk_ids, E, rank=group.rank, counts=all_counts, total_tokens=total_tokens)
+    if group.capacity_factor is not None:
+        plan = replace(plan, wave_tiles=wave_tiles(all_counts, group.capacity_factor, total_tokens * topk_ids.shape[1]))
     travel = Travel(plan, group)
     (slots,) = travel.to_experts("route", travel.sent_slots.to(torch.int32))
     plan.row_to_slot[travel.received_rows] = slots
@@ -49,31 +57,40 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
 
 
 class Travel:
-    """One plan's exchange of rows between this rank and the others of `group`.
+    """One plan's exchange of rows between this rank and the others of `group`: of all rows, or of one wave's.
 
     sent_slots (n,) int64: this rank's valid slots by (destination rank, row there). received_rows (m,) int64: rows that some rank fills, by
-    (source rank, row). Sender and receiver list the same rows in the same order, so nothing but the rows themselves has to travel.
+    (source rank, row), counted from the wave's first one. Sender and receiver list the same rows in the same order, so nothing but the rows
+    themselves has to travel.
     """
 
-    def __init__(self, plan: RoutingPlan, group: Any) -> None:
+    def __init__(self, plan: RoutingPlan, group: Any, wave: int | None = None) -> None:
         assert plan.slot_to_rank is not None
         self.plan, self.group, self.W = plan, group, group.size
-        self.sent_slots, self.send_counts = _by_rank(plan.slot_to_rank, plan.slot_to_row, self.W)
-        self.received_rows, self.receive_counts = _by_rank(plan.row_to_rank, torch.arange(plan.num_rows, device=plan.row_to_rank.device), self.W)
+        slot_to_rank, row_to_rank = plan.slot_to_rank, plan.row_to_rank
+        if wave is not None:
+            assert plan.wave_tiles is not None
+            capacity = plan.wave_tiles[:, 1] * BLOCK_M
+            own = int(capacity[group.rank])
+            slot_to_rank = torch.where(plan.slot_to_row // capacity[slot_to_rank.clamp(min=0)] == wave, slot_to_rank, -1)
+            row_to_rank = row_to_rank[wave * own:(wave + 1) * own]
+        self.num_rows = row_to_rank.shape[0]
+        self.sent_slots, self.send_counts = _by_rank(slot_to_rank, plan.slot_to_row, self.W)
+        self.received_rows, self.receive_counts = _by_rank(row_to_rank, torch.arange(self.num_rows, device=row_to_rank.device), self.W)
 
     def to_experts(self, what: str, *by_sent_slot: Tensor) -> list[Tensor]:
         """Values of this rank's sent slots (n, ...) -> values of the received rows (m, ...)."""
         return self.group.fabric.exchange_rows(by_sent_slot, self.send_counts, self.receive_counts, what)
 
     def home(self, what: str, *by_row: Tensor | None) -> list[Tensor | None]:
-        """Values of all rows (R, ...) -> values of this rank's sent slots (n, ...); None stays None."""
+        """Values of all rows (num_rows or more, ...) -> values of this rank's sent slots (n, ...); None stays None."""
         chosen = [values.index_select(0, self.received_rows) for values in by_row if values is not None]
         back = iter(self.group.fabric.exchange_rows(chosen, self.receive_counts, self.send_counts, what) if chosen else ())
         return [None if values is None else next(back) for values in by_row]
 
     def rows_of(self, received: Tensor) -> Tensor:
-        """Received rows (m, ...) laid into the plan's buffer (R, ...), zeros elsewhere."""
-        rows = received.new_zeros((self.plan.num_rows, *received.shape[1:]))
+        """Received rows (m, ...) laid into a buffer of all rows (R, ...), zeros elsewhere."""
+        rows = received.new_zeros((self.num_rows, *received.shape[1:]))
         return rows.index_copy_(0, self.received_rows, received)
 
     def home_plan(self) -> RoutingPlan:
