@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .arguments import check_path, check_readable_file
+
 FORMAT = 1
 _FIRST_PREVIOUS = "mok run record"
 
@@ -102,7 +104,7 @@ def read_record(path: str | os.PathLike[str], *, may_be_open: bool = False) -> R
 
 def _read_lines(path: str | os.PathLike[str], may_be_open: bool) -> list[bytes]:
     try:
-        text = Path(path).read_bytes()
+        text = check_readable_file("record", path, pipe=True).read_bytes()
     except OSError as error:
         raise ValueError(f"record={str(path)!r} cannot be read: {error.strerror}") from None
     lines = text.split(b"\n")
@@ -183,7 +185,7 @@ class RecordWriter:
     @staticmethod
     def check_free(path: str | os.PathLike[str]) -> None:
         """Raise ValueError naming `audit` where `path` exists, or its folder does not or cannot be written to."""
-        if os.path.lexists(path):
+        if os.path.lexists(check_path("audit", path)):
             raise ValueError(f"audit={str(path)!r} exists and is not overwritten; name a new file")
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"audit={str(path)!r} must be in an existing folder")

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .arguments import check_type
 from .audit import Entries, Record
 from .fingerprint import differences
 
@@ -63,6 +64,8 @@ def compare(first: Record, second: Record) -> Comparison:
     rate, and whatever a layer computed from equal entries (P3): routes from equal x; y from equal x and routes; dx, d_topk_weights and expert
     gradients from equal x, routes and dy; each with equal parameters.
     """
+    for name, record in (("first", first), ("second", second)):
+        check_type(name, record, Record, "a record that `mok.audit.read_record` gave")
     result = Comparison(differences(first.header["fingerprint"], second.header["fingerprint"]),
                         differences(_flat(first.header["configuration"]), _flat(second.header["configuration"])),
                         rank_free=first.ranks_at(0) != second.ranks_at(0), steps=min(len(first.steps), len(second.steps)) - 1)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .arguments import check_number, check_tensor, kind_of
+from .checks import check_group
 from .group import ExpertGroup
 
 PIECE = 4096
@@ -21,12 +23,19 @@ def clip_grad_norm_(dense: Iterable[nn.Parameter], experts: Iterable[nn.Paramete
     one expert at a time and then in global order, so that it does not depend on how many ranks share the experts. On a GPU a dense fp32
     gradient, and PIECE elements of an expert's, are summed in fp32 first: each is read once instead of three times, in few launches.
     Parameters without a gradient count 0.
-    With a group, collective over it. Raises ValueError unless max_norm is positive.
+    With a group, collective over it. max_norm may be infinity, to measure only. Raises ValueError naming a wrong argument.
     """
-    if not max_norm > 0:
-        raise ValueError(f"{max_norm=} must be positive")
-    dense_grads = [parameter.grad for parameter in dense if parameter.grad is not None]
-    expert_parameters = list(experts)
+    check_number("max_norm", max_norm, positive=True, finite=False)
+    check_group(group)
+    dense_parameters, expert_parameters = _listed("dense", dense), _listed("experts", experts)
+    for i, parameter in enumerate(expert_parameters):
+        if parameter.dim() < 1:
+            raise ValueError(f"experts[{i}].shape=() must be (E_local, ...)")
+    both = {id(parameter) for parameter in expert_parameters}.intersection(map(id, dense_parameters))
+    if both:
+        place = next(i for i, parameter in enumerate(dense_parameters) if id(parameter) in both)
+        raise ValueError(f"dense[{place}] is among experts too and must be in one of them: it would count, and be scaled, twice")
+    dense_grads = [parameter.grad for parameter in dense_parameters if parameter.grad is not None]
     device = next((p.device for p in (*expert_parameters, *dense_grads)), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     on_gpu = [grad for grad in dense_grads if _on_gpu(grad)]
@@ -56,6 +65,16 @@ def clip_grad_norm_(dense: Iterable[nn.Parameter], experts: Iterable[nn.Paramete
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         local.mul_(scale.to(local.dtype))
     return norm
+
+
+def _listed(name: str, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """All of them; ValueError naming the argument, or its element, that is no tensor."""
+    if isinstance(parameters, (Tensor, str)) or not isinstance(parameters, Iterable):      # iterating a tensor gives rows, which have no .grad
+        raise ValueError(f"{name}={kind_of(parameters)} must be several parameters, such as model.parameters()")
+    listed = list(parameters)
+    for i, parameter in enumerate(listed):
+        check_tensor(f"{name}[{i}]", parameter)
+    return listed
 
 
 def _squares(grad: Tensor) -> Tensor:

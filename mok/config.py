@@ -4,18 +4,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .arguments import LARGEST, check_bool, check_choice, check_integer, check_number, check_type, kind_of
+
 ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "reglu")
 PRECISIONS = ("bf16", "mxfp8", "fp8")
 SWIGLU_OAI_ALPHA = 1.702   # gpt-oss: h = (clamp(u) + 1) * g * sigmoid(alpha * g)
 SWIGLU_OAI_LIMIT = 7.0     # gpt-oss's clamp, used when swiglu_limit is None
 
 BLOCK_M = 128              # rows of a segment's alignment in every plan, on every engine
-
-
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
+_MOST_WEIGHTS = 2**60      # of one layer: their bytes, and every offset, fit an int64
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,16 @@ class Overlap:
     reserve_sms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.minibatch_rows is not None and (self.minibatch_rows < BLOCK_M or self.minibatch_rows % BLOCK_M):
-            raise ValueError(f"minibatch_rows={self.minibatch_rows} must be a positive multiple of {BLOCK_M}")
-        if self.mover_warps is not None and self.mover_warps not in (1, 2, 4, 8):
-            raise ValueError(f"mover_warps={self.mover_warps} must be 1, 2, 4 or 8")
-        if self.reserve_sms is not None and self.reserve_sms < 0:
-            raise ValueError(f"reserve_sms={self.reserve_sms} must not be negative")
+        if self.minibatch_rows is not None:
+            check_integer("minibatch_rows", self.minibatch_rows, 1, LARGEST)
+            if self.minibatch_rows % BLOCK_M:
+                raise ValueError(f"minibatch_rows={self.minibatch_rows} must be a positive multiple of {BLOCK_M}")
+        if self.mover_warps is not None:
+            check_integer("mover_warps", self.mover_warps, 1, LARGEST)
+            if self.mover_warps not in (1, 2, 4, 8):
+                raise ValueError(f"mover_warps={self.mover_warps} must be 1, 2, 4 or 8")
+        if self.reserve_sms is not None:
+            check_integer("reserve_sms", self.reserve_sms, 0, LARGEST)
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,18 @@ class MoEConfig:
     overlap: Overlap | None = None
 
     def __post_init__(self) -> None:
-        _positive(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_experts=self.num_experts, top_k=self.top_k,
-                  num_expert_groups=self.num_expert_groups, topk_groups=self.topk_groups)
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_expert_groups", "topk_groups"):
+            check_integer(name, getattr(self, name), 1, LARGEST)
+        check_type("shared_intermediate_sizes", self.shared_intermediate_sizes, (tuple, list), "a tuple of integers")
         object.__setattr__(self, "shared_intermediate_sizes", tuple(self.shared_intermediate_sizes))
-        for width in self.shared_intermediate_sizes:
-            _positive(shared_intermediate_sizes=width)
+        for i, width in enumerate(self.shared_intermediate_sizes):
+            check_integer(f"shared_intermediate_sizes[{i}]", width, 1, LARGEST)
+        if 3 * self.hidden_size * self.intermediate_size * self.num_experts > _MOST_WEIGHTS:
+            raise ValueError(f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size} and num_experts={self.num_experts} must give "
+                             f"at most {_MOST_WEIGHTS} weights")
+        self._check_rules()
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k={self.top_k} must not exceed num_experts={self.num_experts}")
-        check_activation(self.activation, self.swiglu_limit)
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} must be one of {PRECISIONS}")
-        if self.score_function not in ("softmax", "sigmoid"):
-            raise ValueError(f"score_function={self.score_function!r} must be 'softmax' or 'sigmoid'")
-        if self.balance not in ("aux_loss", "bias", "none"):
-            raise ValueError(f"balance={self.balance!r} must be 'aux_loss', 'bias' or 'none'")
         if self.num_experts % self.num_expert_groups:
             raise ValueError(f"num_experts={self.num_experts} must be a multiple of num_expert_groups={self.num_expert_groups}")
         if self.topk_groups > self.num_expert_groups:
@@ -104,10 +103,28 @@ class MoEConfig:
         if self.top_k > available:
             raise ValueError(f"top_k={self.top_k} must not exceed the {available} experts that {self.topk_groups} groups hold")
 
+    def _check_rules(self) -> None:
+        """Everything that is not a size."""
+        check_activation(self.activation, self.swiglu_limit)
+        for name, choices in (("precision", PRECISIONS), ("score_function", ("softmax", "sigmoid")), ("balance", ("aux_loss", "bias", "none"))):
+            check_choice(name, getattr(self, name), choices)
+        for name in ("expert_bias", "shared_gated", "norm_topk_prob"):
+            check_bool(name, getattr(self, name))
+        check_number("routed_scaling_factor", self.routed_scaling_factor, positive=True)
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+            check_number(name, getattr(self, name))
+        if self.initializer_range is not None:
+            check_number("initializer_range", self.initializer_range)
+        check_integer("seed", self.seed)
+        check_integer("layer_index", self.layer_index, 0)
+        check_type("overlap", self.overlap, (Overlap, type(None)), "a mok.Overlap or None")
+
 
 def check_activation(activation: str, swiglu_limit: float | None) -> None:
-    """Raise ValueError unless `activation` is known and `swiglu_limit` (None or a positive number) applies to it."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{activation=} must be one of {ACTIVATIONS}")
-    if swiglu_limit is not None and (activation not in ("swiglu", "swiglu_oai") or not swiglu_limit > 0):
-        raise ValueError(f"{swiglu_limit=} must be a positive number, and only with activation 'swiglu' or 'swiglu_oai', not {activation!r}")
+    """Raise ValueError unless `activation` is known and `swiglu_limit` (None or a positive number, infinity too) applies to it."""
+    check_choice("activation", activation, ACTIVATIONS)
+    if swiglu_limit is None:
+        return
+    check_number("swiglu_limit", swiglu_limit, positive=True, finite=False)
+    if activation not in ("swiglu", "swiglu_oai"):
+        raise ValueError(f"swiglu_limit={kind_of(swiglu_limit)} must be None with activation {activation!r}: it clamps 'swiglu' and 'swiglu_oai'")

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .arguments import check_integer, check_tensor, check_type
 from .runtime import Scratch, Task, runtime
 
 CHUNK_WORDS = 1024                  # two key tables of 8 KiB stay in a core's nearest cache: 12 % faster than 32 KiB on an EPYC
@@ -33,6 +34,7 @@ KEY_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)      # the first fractional
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _MIX_LAST_SHIFT = 31
 WORD = 2**64
+_MOST_ROWS = 2**40                  # of a whole tensor: times the chunks of a row it stays far from int64's end
 # Words handled at a time. CPU: the temporary of 1 MiB stays in L2. Elsewhere: few launches, at most 128 MiB of scratch.
 _CPU_BLOCK, _DEVICE_BLOCK = 2**17, 2**24
 
@@ -54,6 +56,7 @@ def digest(tensor: Tensor, *, first_row: int = 0) -> Digest:
     """The digest of `tensor`: any dtype, device and strides. Two of its tensors have one digest where dtype, shape and every byte are equal.
 
     first_row: number of this tensor's first row in the whole tensor that it is a shard of along dim 0 (global expert id, global token).
+    Raises ValueError naming a wrong argument.
     """
     batch = DigestBatch()
     batch.add(tensor, first_row=first_row)
@@ -65,10 +68,13 @@ def combine_digests(shards: Iterable[Digest]) -> Digest:
 
     Raises ValueError where there are none, or they differ in dtype or in a dimension other than the first.
     """
+    check_type("shards", shards, Iterable, "digests")
     shards = list(shards)
     if not shards:
         raise ValueError("shards=[] must hold at least one digest")
     first = shards[0]
+    for i, shard in enumerate(shards):
+        check_type(f"shards[{i}]", shard, Digest, "a digest")
     for shard in shards:
         if not shard.shape or (shard.dtype, shard.shape[1:]) != (first.dtype, first.shape[1:]):
             raise ValueError(f"shards must agree in dtype and all dimensions but the first, found {first} and {shard}")
@@ -98,6 +104,11 @@ class DigestBatch:
     def add_all(self, tensors: Sequence[Tensor], first_rows: Sequence[int] | None = None) -> None:
         """`add` of each of them; on a CPU their blocks share the tile pool's threads."""
         tasks: list[Task] = []
+        for tensor, first_row in zip(tensors, first_rows or [0] * len(tensors), strict=True):
+            check_tensor("tensor", tensor)
+            if tensor.is_meta:
+                raise ValueError("tensor.device=meta must be a device that holds its bytes")
+            check_integer("first_row", first_row, 0, _MOST_ROWS)
         for tensor, first_row in zip(tensors, first_rows or [0] * len(tensors), strict=True):
             sums, chunks_per_row = _start_sums(tensor.detach(), tasks)
             self._sums.append(sums)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .checks import check_moe_arguments, check_settings
+from .arguments import FLOATS, check_integer, check_tensor
+from .checks import check_group, check_main_grad, check_moe_arguments, check_settings
 from .config import Overlap
 from .engines import engine_name, get_engine, get_group_engine
 from .engines.expert_parallel import agree_on_backward, build_group_plan
@@ -53,11 +54,12 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
                     swiglu_limit: float | None = None, precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None,
                     main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0) -> tuple[Tensor, Tensor]:
     """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received."""
-    accumulators = None if main_grad is None else MainGrad(*main_grad)
+    check_group(group)                                     # first: what else is wrong is told to its ranks
     try:
-        check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, accumulators)
+        check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
+        check_main_grad(main_grad, w_gate_up, w_down)
         dtype = compute_dtype(x)
-        check_settings(activation, swiglu_limit, precision, dtype)
+        check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key)
     except (ValueError, NotImplementedError) as error:
         if group is not None:
             group.report(str(error), {"pass": "forward", "layer_key": layer_key})
@@ -121,7 +123,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def engine_for(x: Tensor, intermediate_size: int | None = None) -> str:
-    """Name of the engine that `mok.moe` would run for x (..., H): "cpu", "hopper" or "torch_gpu"."""
+    """Name of the engine that `mok.moe` would run for x (..., H): "cpu", "hopper" or "torch_gpu". intermediate_size: I, None = a multiple of 16.
+
+    Raises ValueError naming a wrong argument, NotImplementedError for a device or dtype that no engine serves.
+    """
+    check_tensor("x", x)
+    if x.dim() < 1 or x.dtype not in FLOATS:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)} and must be a floating-point tensor (..., H)")
+    if intermediate_size is not None:
+        check_integer("intermediate_size", intermediate_size, 1)
     return engine_name(x.device, compute_dtype(x), x.shape[-1], intermediate_size)
 
 
@@ -167,8 +177,9 @@ plan_op = torch.library.custom_op("mok::plan", _plan, mutates_args=())
 def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
     if group_key:                                          # how many rows arrive is known when the ranks have spoken
         num_rows = cast(int, torch.library.get_ctx().new_dynamic_size())     # torch wants the unknown itself as a size, not a formula of it
-        plan = empty_plan(topk_ids, num_local_experts, num_rows)
-        return [*plan.tensors(), torch.empty_like(plan.slot_to_row)]
+        plan, group = empty_plan(topk_ids, num_local_experts, num_rows), runtime.groups[group_key]
+        wave_tiles = [] if group.capacity_factor is None else [plan.slot_to_row.new_empty(group.size, 2)]
+        return [*plan.tensors(), torch.empty_like(plan.slot_to_row), *wave_tiles]
     return empty_plan_like(topk_ids, num_local_experts, topk_ids.shape[0]).tensors()
 
 
@@ -191,6 +202,8 @@ moe_forward_op = torch.library.custom_op("mok::moe_forward", _moe_forward, mutat
 def _(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
       activation, swiglu_limit, precision, overlap, save, group_key, signature):
     rows, tokens = (plan[0].shape[0], x.shape[0]) if save else (0, 0)
+    if save and group_key and runtime.groups[group_key].capacity_factor is not None:
+        rows = cast(int, torch.library.get_ctx().new_dynamic_size())     # of the first wave
     return x.new_empty(x.shape), x.new_empty(rows, w_gate_up.shape[1]), x.new_empty(tokens, sum(w.shape[0] for w in shared_gate_up))
 
 

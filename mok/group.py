@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import LARGEST, check_device, check_integer, check_number, check_seconds, check_type
 from .engines.hopper.expert_parallel_group import make_fused_group
 from .fabric.process_group import ProcessGroupFabric
 from .plan import experts_of_rank
@@ -33,18 +34,25 @@ class ExpertGroup:
     capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through
     them again in further waves; None = room for the worst case. Nothing is dropped and no bit changes; `wave_counts` says how often it
     happened. The same on all ranks; on CPUs only.
+
+    Raises ValueError naming a wrong argument.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S,
                  capacity_factor: float | None = None, num_experts: int | None = None, max_tokens: int | None = None,
                  hidden_size: int | None = None, top_k: int | None = None, device: torch.device | str | None = None) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"{timeout_s=} must be a positive number of seconds")
+        check_type("process_group", process_group, (dist.ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
+        check_seconds("timeout_s", timeout_s)
+        device = check_device("device", device)
         sizes = {"num_experts": num_experts, "max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}
         given = {name: size for name, size in sizes.items() if size is not None}
-        if given and (len(given) < len(sizes) or min(given.values()) < 1):
+        for size_name, size in given.items():
+            check_integer(size_name, size, 1, LARGEST)
+        if given and len(given) < len(sizes):
             raise ValueError(f"num_experts, max_tokens, hidden_size and top_k must be positive integers, all four or none; got {sizes}")
-        check_capacity_factor(capacity_factor)
+        if capacity_factor is not None:
+            check_number("capacity_factor", capacity_factor, positive=True)
+            check_capacity_factor(capacity_factor)
         self.capacity_factor = capacity_factor
         self.wave_counts = WaveCounts()
         self.process_group = process_group
@@ -61,12 +69,14 @@ class ExpertGroup:
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, *, timeout_s: float = DEFAULT_TIMEOUT_S, capacity_factor: float | None = None) -> ExpertGroup:
         """The group of a one-dimensional mesh, such as `device_mesh["ep"]`."""
+        check_type("mesh", mesh, DeviceMesh, "a DeviceMesh")
         if mesh.ndim != 1:
             raise ValueError(f"mesh.ndim={mesh.ndim} must be 1: pass one dimension of it, such as mesh['ep']")
         return cls(mesh.get_group(), timeout_s=timeout_s, capacity_factor=capacity_factor)
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first global id, count) of the experts that this rank owns out of `num_experts`."""
+        check_integer("num_experts", num_experts, 1, LARGEST)
         if num_experts < self.size:
             raise ValueError(f"{num_experts=} must be at least the group's {self.size} ranks")
         return experts_of_rank(num_experts, self.size, self.rank)

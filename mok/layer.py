@@ -2,21 +2,21 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .arguments import FLOATS, check_device, check_tensor, check_type, kind_of
+from .checks import check_group
 from .config import MoEConfig
 from .engines.protocol import SharedExpert
 from .function import moe_with_counts
+from .group import ExpertGroup
 from .plan import count_ids
 from .router import Router, Routes
 from .runtime import runtime
-
-if TYPE_CHECKING:
-    from .group import ExpertGroup
 
 
 class SharedParameters(nn.Module):
@@ -49,8 +49,11 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig, group: ExpertGroup | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            raise ValueError(f"config={type(config).__name__} must be a mok.MoEConfig")
+        check_type("config", config, MoEConfig, "a mok.MoEConfig")
+        check_group(group)
+        device = check_device("device", device)
+        if dtype is not None and dtype not in FLOATS:
+            raise ValueError(f"dtype={kind_of(dtype) if not isinstance(dtype, torch.dtype) else dtype} must be None or one of {', '.join(map(str, FLOATS))}")
         H, I = config.hidden_size, config.intermediate_size
         self.config = config
         self.group = group
@@ -163,12 +166,14 @@ class MoE(nn.Module):
 
         process_group: all ranks that hold different tokens of the step; None = the ranks of the layer's group. Collective over them.
         """
+        check_type("process_group", process_group, (dist.ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
         if process_group is None and self.group is not None:
             process_group = self.group.process_group or dist.group.WORLD
         self.router.update_bias(process_group)
 
     def attach_group(self, group: ExpertGroup) -> None:
         """Give a layer that was unpickled in another process the group there. ValueError unless `group` gives this rank the layer's experts."""
+        check_type("group", group, ExpertGroup, "a mok.ExpertGroup")
         first, count = group.local_experts(self.config.num_experts)
         if (first, count) != (self.first_expert, self.num_local_experts):
             raise ValueError(f"group owns experts {first}..{first + count - 1} on this rank and must own the layer's, {self._owned()}")
@@ -182,14 +187,16 @@ class MoE(nn.Module):
         H, K = self.config.hidden_size, self.config.top_k
         if self.group is None and self.num_local_experts != self.config.num_experts:
             raise ValueError(f"group=None must be an ExpertGroup: the layer holds experts {self._owned()} of {self.config.num_experts}; call attach_group")
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ValueError(f"x={x.dtype if isinstance(x, Tensor) else type(x).__name__} must be a floating-point tensor")
+        check_tensor("x", x)
+        if x.dtype not in FLOATS:
+            raise ValueError(f"x={x.dtype} must be a floating-point tensor: {', '.join(map(str, FLOATS))}")
         if x.dim() < 1 or x.shape[-1] != H:
             raise ValueError(f"x.shape={tuple(x.shape)} must end in hidden_size={H}")
         if x.device != self.w_gate_up.device:
             raise ValueError(f"x.device={x.device} must be the layer's device, {self.w_gate_up.device}")
         leading = tuple(x.shape[:-1])
         if padding_mask is not None:
+            check_tensor("padding_mask", padding_mask)
             if padding_mask.dtype != torch.bool or tuple(padding_mask.shape) != leading:
                 raise ValueError(f"padding_mask is {padding_mask.dtype} {tuple(padding_mask.shape)} and must be torch.bool {leading}, True = padding")
             if padding_mask.device != x.device:
@@ -197,7 +204,9 @@ class MoE(nn.Module):
         if routes is None:
             return
         if not isinstance(routes, (tuple, list)) or len(routes) != 2 or not isinstance(routes[0], Tensor):
-            raise ValueError(f"routes={type(routes).__name__} must be (topk_ids, topk_weights or None)")
+            raise ValueError(f"routes={kind_of(routes)} must be (topk_ids, topk_weights or None)")
+        if routes[1] is not None:
+            check_tensor("routes[1]", routes[1])
         flat = (x.numel() // H, K)
         for name, tensor in (("routes[0]", routes[0]), ("routes[1]", routes[1])):
             if tensor is not None and tuple(tensor.shape) not in ((*leading, K), flat):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_integer, check_tensor, check_type, kind_of
 from .audit import Entries
 from .determinism import WORD, Digest, DigestBatch, signed
 from .layer import MoE
@@ -38,8 +39,14 @@ class StepRecorder:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, sink: Callable[[int, Entries], None], *, optimizer_every: int = 1,
                  rank: int = 0, world_size: int = 1, combine: Combine | None = None) -> None:
-        if not 0 <= rank < world_size or (world_size > 1) != (combine is not None):
-            raise ValueError(f"{rank=} must be below {world_size=}, and combine given exactly where there are several ranks")
+        check_type("model", model, nn.Module, "an nn.Module")
+        check_type("optimizer", optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None")
+        check_type("sink", sink, Callable, "a function of a step and its entries")
+        check_integer("optimizer_every", optimizer_every, 1)
+        check_integer("world_size", world_size, 1)
+        check_integer("rank", rank, 0, world_size - 1)
+        if (world_size > 1) != (combine is not None) or not (combine is None or callable(combine)):
+            raise ValueError(f"combine={kind_of(combine)} must be given exactly where there are several ranks, and be a function; {world_size=}")
         self._model, self._optimizer, self._sink = model, optimizer, sink
         self._optimizer_every = optimizer_every
         self._rank, self._world_size, self._combine = rank, world_size, combine
@@ -55,6 +62,7 @@ class StepRecorder:
 
     def start(self, step: int = 0) -> None:
         """Hand the state before the first step (or of a loaded checkpoint) to the sink, as `step`."""
+        check_integer("step", step, 0)
         self._sink(step, self.state())
 
     def state(self) -> Entries:
@@ -65,18 +73,22 @@ class StepRecorder:
 
     def begin(self, inputs: Tensor) -> None:
         """A step begins. inputs: this rank's part of the batch, rows in global order."""
+        check_tensor("inputs", inputs)
         self._reset()
         self._active = True
         self._add_rows({"input": inputs})
 
     def gradients(self, **scalars: float) -> None:
         """The backward passes are done. scalars: what is known now, such as the loss."""
+        _check_scalars(scalars)
         self._active = False
         self._names.extend(scalars.items())
         self._add_parameters({f"gradient/{name}": p.grad for name, p in self._model.named_parameters() if p.grad is not None})
 
     def end(self, step: int, **scalars: float) -> None:
         """The optimizer's step number `step` (1 is the first) is done; scalars: learning rate, gradient norm and the like."""
+        check_integer("step", step, 0)
+        _check_scalars(scalars)
         self._names.extend(scalars.items())
         self._add_state(with_optimizer=step % self._optimizer_every == 0)
         self._sink(step, self._finish())
@@ -170,6 +182,12 @@ class StepRecorder:
         digests = [Digest(digest.dtype, (length, *digest.shape[1:]) if digest.shape else (), (lane1 % WORD, lane2 % WORD))
                    for digest, length, (lane1, lane2, *_) in zip(local, lengths, total.tolist(), strict=True)]
         return digests, unlike.nonzero().flatten().tolist()
+
+
+def _check_scalars(scalars: dict[str, float]) -> None:
+    """ValueError naming one that a record cannot hold. NaN it can: a run that diverged is a run."""
+    for name, value in scalars.items():
+        check_type(name, value, (int, float), "a number")
 
 
 def _moe_node(node: Any) -> Any:

@@ -160,7 +160,7 @@ def test_layer_keeps_its_bits():
 
 # ---- initialisation ----
 
-class FakeGroup:
+class FakeGroup(mok.ExpertGroup):
     """What a layer asks of an ExpertGroup when it is built and copied, without processes."""
 
     def __init__(self, size, rank, key):
