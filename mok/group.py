@@ -12,7 +12,7 @@ from .engines.hopper.expert_parallel_group import make_fused_group
 from .fabric.process_group import ProcessGroupFabric
 from .plan import experts_of_rank
 from .runtime import runtime
-from .waves import WaveCounts, check_capacity_factor
+from .waves import WaveCounts
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -52,7 +52,6 @@ class ExpertGroup:
             raise ValueError(f"num_experts, max_tokens, hidden_size and top_k must be positive integers, all four or none; got {sizes}")
         if capacity_factor is not None:
             check_number("capacity_factor", capacity_factor, positive=True)
-            check_capacity_factor(capacity_factor)
         self.capacity_factor = capacity_factor
         self.wave_counts = WaveCounts()
         self.process_group = process_group
@@ -63,7 +62,8 @@ class ExpertGroup:
         self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
         self._calls = 0
-        self.fused = make_fused_group(self.fabric, given, device, timeout_s) if given else None     # what communicates inside the launches, if anything
+        bounded = capacity_factor is not None                       # the launches' buffers have room for the worst case alone
+        self.fused = make_fused_group(self.fabric, given, device, timeout_s) if given and not bounded else None     # communicates inside the launches
         runtime.groups[self.key] = self
 
     @classmethod

@@ -18,13 +18,6 @@ from .config import BLOCK_M
 from .plan import expert_owners, experts_of_rank, plan_capacity
 
 
-def check_capacity_factor(capacity_factor: float | None) -> None:
-    """Raise ValueError unless `capacity_factor` is None or a positive finite number."""
-    if capacity_factor is not None and (isinstance(capacity_factor, bool) or not isinstance(capacity_factor, (int, float))
-                                        or not 0 < capacity_factor < math.inf):
-        raise ValueError(f"{capacity_factor=} must be None or a positive finite number")
-
-
 def wave_capacity(capacity_factor: float, total_routes: int, num_experts: int, num_local_experts: int, block_m: int = BLOCK_M) -> int:
     """Rows C of a rank's buffers: room for capacity_factor times its balanced load of routes, however they spread over its experts.
 
