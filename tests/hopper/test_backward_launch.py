@@ -48,8 +48,7 @@ def test_variant(activation, limit, name):
 @pytest.mark.parametrize("into_main_grad", [False, True])
 def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad):
     """As the compile check compiles them: a launch whose types differ would compile again."""
-    words = launch.CONTROL_WORDS + 2 * 1000
-    monkeypatch.setattr(launch, "launch_state", lambda device, tiles: (torch.zeros(words, dtype=torch.int32), tiles))
+    monkeypatch.setattr(launch, "launch_state", lambda device, tiles: (torch.zeros(launch.CONTROL_WORDS + 2 * 1000, dtype=torch.int32), tiles))
     case = make_case(200, 272, 176, 5, 3, torch.bfloat16, **settings)
     t, engine = case.tensors, TorchGpuEngine()
     plan = engine.build_plan(case.topk_ids, 5)
@@ -57,7 +56,7 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad)
     wants, main_grad = want_all(case), MainGrad(t.w_gate_up.float(), t.w_down.float()) if into_main_grad else None
     grads = launch._empty_grads(t, wants, main_grad)
     assert (grads.w_gate_up is None) == into_main_grad and (grads.w_down is None) == into_main_grad
-    arguments = launch._arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, launch.want_bits(wants), 16)
+    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 16, launch.BackwardConfig(0))
     signature = launch.source(launch.BackwardConfig(0)).signature
     names = [name for name, kind in signature.items() if kind != "constexpr"]
     assert len(arguments) == len(names)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...plan import RoutingPlan
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
+from . import ready_arguments
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
 from .compat import COMPILE_OPTIONS
 from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
@@ -33,6 +34,7 @@ _BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_down", "db_up
 _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
 _RUN_TIME = tuple(name for name in _backward_kernel.arg_names if not name.isupper() or name in INTEGERS)
+_STATE, _SET_WORDS = _RUN_TIME.index("state"), _RUN_TIME.index("set_words")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ class BackwardScratch:
     gates: int
 
     @property
+    def narrow(self) -> int:
+        """Elements of all bf16 buffers together."""
+        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh
+
+    @property
     def bytes(self) -> int:
-        return 2 * (self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh) + 4 * (self.partials + 2 * self.gates)
+        return 2 * self.narrow + 4 * (self.partials + 2 * self.gates)
 
 
 def want_bits(wants: Wants) -> int:
@@ -92,10 +99,9 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
     Raises ValueError where reserve_sms leaves no multiprocessor.
     """
     grads = _empty_grads(tensors, wants, main_grad)
-    bits = want_bits(wants)
     if tensors.x.shape[0] == 0:
         return _zeroed(grads)
-    if bits == 0:
+    if want_bits(wants) == 0:
         return grads
     config = config or BackwardConfig(VARIANTS[_variant(options)])
     if reserve_sms is None:
@@ -104,9 +110,8 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
         asked = options.overlap.minibatch_rows if options.overlap else None
         group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
     with torch.cuda.device(tensors.x.device):
-        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, bits, group_tiles)
-        constexprs = config.constexprs()
-        blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **constexprs, **LAUNCH))
+        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, config)
+        blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
         launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments)
@@ -147,8 +152,36 @@ def _zeroed(grads: Grads) -> Grads:
     return grads
 
 
+def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+                      grads: Grads, group_tiles: int, config: BackwardConfig) -> list[Any]:
+    """Scratch, and the kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
+    x, shared = tensors.x, tensors.shared
+    T, H = x.shape
+    E, _, I = tensors.w_down.shape
+    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants)
+    narrow = torch.empty(sizes.narrow, dtype=x.dtype, device=x.device)
+    wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
+    state, _ = launch_state(x.device, -(-(2 * (plan.num_rows // TILE) + (len(shared) + 1) * -(-T // TILE) + E) // 4))
+    touched = (x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, saved.z, saved.shared_z, narrow, wide,
+               *plan.tensors(), *((main_grad.w_gate_up, main_grad.w_down) if main_grad else ()),
+               grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for expert in grads.shared for part in expert),
+               *(part for expert in shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
+    key = ready_arguments.key_of((config, group_tiles, options.activation, options.swiglu_limit, wants, main_grad is None, x.device.index), touched)
+    arguments = ready_arguments.find(key)
+    if arguments is None:
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, state)
+        ready_arguments.keep(key, arguments, (*touched, state))
+    else:
+        arguments[_STATE], arguments[_SET_WORDS] = state.data_ptr(), _set_words(state)      # the stream's block, or a captured launch's own
+    return arguments
+
+
+def _set_words(state: Tensor) -> int:
+    return (state.numel() - CONTROL_WORDS) // 2
+
+
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-               grads: Grads, bits: int, group_tiles: int) -> list[Any]:
+               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -157,12 +190,8 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     rows = plan.num_rows
     widths = [expert.w_down.shape[1] for expert in tensors.shared]
     count, token_tiles = len(widths), -(-T // TILE)
-    sizes = backward_scratch(T, H, I, rows, widths, wants)
-    narrow = torch.empty(sizes.dy_rows + sizes.x_rows + sizes.dz + sizes.wh + sizes.results + sizes.shared_dz + sizes.shared_wh,
-                         dtype=x.dtype, device=x.device)
     dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh = narrow.split(
         [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh])
-    wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
     partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
@@ -188,7 +217,6 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
-    state, _ = launch_state(x.device, -(-(2 * (rows // TILE) + (count + 1) * token_tiles + E) // 4))
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
@@ -201,9 +229,9 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "tile_to_expert": plan.tile_to_expert, "expert_offsets": plan.expert_offsets, "tokens_per_expert": plan.tokens_per_expert,
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
-        "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": (state.numel() - CONTROL_WORDS) // 2,
-        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0), "wants": bits,
-        "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
+        "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
+        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0),
+        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 

@@ -19,6 +19,7 @@ from ...config import Overlap
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import MoETensors, PassOptions, Saved
+from . import ready_arguments
 from .compat import COMPILE_OPTIONS
 from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kernel
 from .state import launch_state
@@ -36,6 +37,7 @@ BOXES = {"rows_desc": (128, 64), "up_desc": (1, 2, 128, 64), "hidden_desc": (128
          "shared_z_1": (64, 1, 64)}
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4)}
 _POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32"}
+_STATE, _CAPACITY = (_forward_kernel.arg_names.index(name) for name in ("state", "capacity"))
 _ALIGNED = ("x", "ring", "results", "out", *WIDTHS)
 
 
@@ -139,12 +141,12 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
     sizes = scratch_sizes(T, H, I, rows, widths, grain)
     scratch = torch.empty(sizes.bytes // 2, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group)
-        constexprs = config.constexprs()
         if group is not None:
-            _forward_kernel[(group.blocks,)](*arguments, **constexprs, **group.options)
+            arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group.state, group.capacity)
+            _forward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
             return out, Saved(z, shared_z)
-        blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **constexprs, **LAUNCH))
+        arguments = _arguments_on_one_rank(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, config)
+        blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
         launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments)
@@ -158,18 +160,35 @@ def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: F
     sizes = scratch_sizes(tensors.x.shape[0], H, I, plan.num_rows, [], grain)
     scratch = tensors.x.new_empty(sizes.bytes // 2)
     z = tensors.x.new_empty((plan.num_rows, 2 * I))
-    arguments = _arguments(plan, tensors, options, torch.empty_like(tensors.x), z, z, scratch, sizes, grain, group)
+    arguments = _arguments(plan, tensors, options, torch.empty_like(tensors.x), z, z, scratch, sizes, grain, group.state, group.capacity)
     _forward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
 
 
+def _arguments_on_one_rank(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
+                           sizes: ScratchSizes, grain: Granularity, config: ForwardConfig) -> list[Any]:
+    """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
+    x, shared = tensors.x, tensors.shared
+    state, capacity = launch_state(x.device, max(plan.num_rows // TILE, 4 * -(-x.shape[0] // TILE) * len(shared)))
+    read = (x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, out, z, shared_z, scratch, *plan.tensors(),
+            *(part for expert in shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
+    key = ready_arguments.key_of((config, grain, options.activation, options.swiglu_limit, options.save_for_backward, x.device.index), read)
+    arguments = ready_arguments.find(key)
+    if arguments is None:
+        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, state, capacity)
+        ready_arguments.keep(key, arguments, (*read, state))
+    else:
+        arguments[_STATE], arguments[_CAPACITY] = state.data_ptr(), capacity      # the stream's block, or a captured launch's own
+    return arguments
+
+
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
-               sizes: ScratchSizes, grain: Granularity, group: GroupLaunch | None = None) -> list[Any]:
+               sizes: ScratchSizes, grain: Granularity, state: Tensor, capacity: int) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     ring, hidden, results, shared_hidden, order = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden, sizes.order])
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     T, H = x.shape
     I = tensors.w_down.shape[2]
-    rows, tiles = plan.num_rows, plan.num_rows // TILE
+    rows = plan.num_rows
     count = len(tensors.shared)
     token_tiles = (T + TILE - 1) // TILE
     dummy = descriptor("results_desc", results, (TILE, H), (H, 1))
@@ -196,7 +215,6 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
     limit = options.swiglu_limit
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
-    state, capacity = launch_state(x.device, max(tiles, 4 * token_tiles * count)) if group is None else (group.state, group.capacity)
     biases = [out if bias is None else bias.contiguous() for bias in (tensors.b_gate_up, tensors.b_down)]
     return [*(descriptors[name] for name in BOXES), x, ring, results, out, plan.row_to_slot, plan.slot_to_row, plan.tile_to_expert,
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
@@ -258,7 +276,7 @@ def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
 
 
 def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any]) -> None:
-    """Launch `kernel` with `config.constexprs()`; from a config's second launch on without Triton's look at the arguments.
+    """Launch `kernel` with `config.constexprs()`; from a config's second launch on without Triton's look at the arguments, which may then be addresses.
 
     That look is half of a launch's host time and cannot change its answer: one config is one binary, whatever the arguments' values
     (nothing but the constant expressions selects a binary; a test counts binaries).
