@@ -25,10 +25,12 @@ def kind_of(value: Any) -> str:
 
 def check_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
     """ValueError unless `value` is an int (no bool, no float) of at least `least` and at most `most`."""
-    if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least) and (most is None or value <= most):
-        return
-    what = "an integer" if least is None else "a positive integer" if least == 1 else f"an integer of at least {least}"
-    raise ValueError(f"{name}={kind_of(value)} must be {what}" + ("" if most is None else f" and at most {most}"))
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}={kind_of(value)} must be an integer" + ("" if least is None else f" of at least {least}"))
+    if least is not None and value < least:
+        raise ValueError(f"{name}={kind_of(value)} must be at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={kind_of(value)} must be at most {most}")
 
 
 def check_number(name: str, value: Any, *, positive: bool = False, finite: bool = True) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .arguments import check_number
 from .bench_cuda import BLOCK_MS, BLOCKS, PASSES, SHAPES, Case, Say, Shape, Stopwatch, run_cuda_bench, source_commit, verify
 from .engines.cpu_tiles import TAIL_ROWS, TILE_ROWS, TileSizes
 
@@ -25,6 +26,7 @@ CPU_PASSES = ("forward", "forward+backward")
 CPU_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FP32_TOLERANCE = 1e-5
 _BLOCK_S = 1.0
+_LONGEST_BLOCK_MS = 3.6e6
 
 
 class BareProducts:
@@ -149,8 +151,10 @@ def run_bench(device: torch.device, shapes: Sequence[Shape] | None = None, passe
 
     block_ms: length of one of the five blocks, None = the device's own. breakdown: with parts of the fused kernels left out, too.
     """
-    if block_ms is not None and not 0 < block_ms < float("inf"):
-        raise ValueError(f"{block_ms=} must be a positive number")
+    if block_ms is not None:
+        check_number("block_ms", block_ms, positive=True)
+        if block_ms > _LONGEST_BLOCK_MS:
+            raise ValueError(f"{block_ms=} must be at most {_LONGEST_BLOCK_MS:g}: an hour")
     if device.type == "cpu":
         if breakdown:
             raise NotImplementedError("breakdown=True is of the fused GPU kernels; a CPU has no such parts to leave out")

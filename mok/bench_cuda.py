@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .arguments import LARGEST
 from .config import BLOCK_M
 from .function import moe
 from .reference import expert_reference, moe_reference
@@ -38,6 +39,7 @@ ROOF_DIFFERENCE = 0.03
 ROOF_ATTEMPTS = 4
 WARM_UP_S = 3.0
 SAMPLED_TOKENS = 16
+_MOST_ELEMENTS = 2**40    # of a shape given by its sizes: more than any one device holds
 TOLERANCE = 0.02          # relative norm of a sampled row's or expert's error; BF16 results here lie near 0.004
 
 Say = Callable[[str], None]
@@ -74,12 +76,15 @@ def shape_of(text: str) -> Shape:
     if text in SHAPES:
         return SHAPES[text]
     parts = text.split(",")
-    if len(parts) != 5 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != 5 or not all(part.strip().isdecimal() and 0 < int(part) <= LARGEST for part in parts):
         raise ValueError(f"shape {text!r} must be five positive integers T,H,I,E,K or one of {', '.join(SHAPES)}")
     T, H, I, E, K = (int(part) for part in parts)
     if K > E:
         raise ValueError(f"shape {text!r} must have K at most E")
-    return Shape("custom", T, H, I, E, K)
+    shape = Shape("custom", T, H, I, E, K)
+    if 3 * E * H * I + T * (K + 2) * H > _MOST_ELEMENTS:
+        raise ValueError(f"shape {text!r} must have at most {_MOST_ELEMENTS:,} weights and values of tokens")
+    return shape
 
 
 class Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import check_seconds
 from .console import Output
 from .launch import run_on_ranks
 
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     for name in ("data", "steps", "anyway"):
         if action != "replay" and getattr(arguments, name) not in (None, False):
             raise ValueError(f"{name}={getattr(arguments, name)!r} belongs to replay, not to {action}")
+    check_seconds("timeout", arguments.timeout)
     document: dict[str, Any] = {"command": "audit", "action": action, "files": files}
     try:
         records = [read_record(file) for file in files]

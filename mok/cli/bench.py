@@ -3,9 +3,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from typing import TYPE_CHECKING
 
+from ..arguments import kind_of
 from .console import Output
 from .device import add_device_argument, choose_device
+
+if TYPE_CHECKING:
+    from ..bench_cuda import Shape
 
 HELP = "time the layer against what this machine's matrix products alone reach"
 DESCRIPTION = """\
@@ -36,7 +41,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     device = choose_device(arguments.device)
     named = [CPU_SHAPE if name == CPU_SHAPE.name else shape_of(name) for name in arguments.shape or ()]
-    shapes = named + [shape_of(sizes) for sizes in arguments.thiek or ()]
+    shapes = named + [_shape_of_sizes(sizes) for sizes in arguments.thiek or ()]
     output.line(f"benchmark on {device}")
     with output.bar("measuring", None):
         record = run_bench(device, shapes or None, arguments.passes, block_ms=arguments.block_ms, breakdown=arguments.breakdown,
@@ -44,6 +49,15 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     output.line("tflops, ratio_to_roof: of the layer's own multiplications, padding not counted; spread: the farthest block's distance from the median")
     output.finish(record)
     return 0
+
+
+def _shape_of_sizes(sizes: str) -> Shape:
+    from ..bench_cuda import shape_of
+
+    try:
+        return shape_of(sizes)
+    except ValueError as error:
+        raise ValueError(f"thiek={kind_of(sizes)}: {error}") from None
 
 
 def _command(arguments: argparse.Namespace) -> str:

@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
+
+from ..arguments import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +23,9 @@ def choose_device(name: str | None) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         return torch.device("cuda" if gpus else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r} must be cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} must be cpu, cuda or cuda:N")
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", name):         # torch itself wraps a large index around to another one
+        raise ValueError(f"device={kind_of(name)} must be cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"device={name!r} is not there: torch {torch.__version__} sees {gpus} GPU(s)")
     return device

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from ..arguments import check_path
 from .console import Output
 
 HELP = "write a run's model as safetensors in Hugging Face's layout"
@@ -24,11 +24,12 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     from ..lm.run_folder import RunFolder
     from ..lm.state import load_model, num_parameters
 
-    folder = RunFolder.open(Path(arguments.run))
+    out = check_path("out", arguments.out)
+    folder = RunFolder.open(check_path("run", arguments.run))
     newest = folder.latest_checkpoint()
     model = load_model(newest)
-    write_folder(model, Path(arguments.out))
-    size = (Path(arguments.out) / TENSOR_FILE).stat().st_size
+    write_folder(model, out)
+    size = (out / TENSOR_FILE).stat().st_size
     output.line(f"{newest}: {num_parameters(model):,} parameters written to {arguments.out}, {size:,} bytes")
     output.finish({"command": "export", "checkpoint": str(newest), "out": arguments.out, "parameters": num_parameters(model), "bytes": size})
     return 0

@@ -5,6 +5,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from ..arguments import check_path
 from .console import Output
 from .train import add_settings, given_settings
 
@@ -34,9 +35,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     from ..lm.state import num_parameters
     from ..lm.trainer import Trainer, TrainSettings
 
-    out = Path(arguments.out)
+    out = check_path("out", arguments.out)
     RunFolder.check_free(out)
-    config, tensors = read_folder(Path(arguments.folder))
+    config, tensors = read_folder(check_path("folder", arguments.folder))
     settings = TrainSettings(config=config, **given_settings(arguments, torch.device("cpu")))
     trainer = Trainer(settings, load_corpus(arguments.data))
     try:

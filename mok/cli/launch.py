@@ -14,6 +14,7 @@ from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import LARGEST, check_integer, check_seconds
 from .console import CommandFailed
 
 if TYPE_CHECKING:
@@ -39,10 +40,9 @@ def run_on_ranks(arguments: argparse.Namespace, count: Callable[[], int], body: 
     """
     from ..lm.ranks import Ranks, join, launched_ranks
 
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise ValueError(f"ranks={arguments.ranks} must be at least 1")
-    if not arguments.timeout > 0:
-        raise ValueError(f"timeout={arguments.timeout} must be a positive number of seconds")
+    if arguments.ranks is not None:
+        check_integer("ranks", arguments.ranks, 1, LARGEST)
+    check_seconds("timeout", arguments.timeout)
     launched = launched_ranks()
     if launched is None:
         number = count()

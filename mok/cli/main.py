@@ -13,6 +13,7 @@ _COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+_LONGEST_LINE = 800              # characters of an error: what a user gave may be much longer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,4 +67,5 @@ def run_command(arguments: argparse.Namespace) -> tuple[int, str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

@@ -13,6 +13,7 @@ from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import check_integer, check_path
 from .console import Bar, Output
 from .device import add_device_argument, choose_device
 from .launch import add_rank_arguments, run_on_ranks
@@ -41,6 +42,7 @@ the first loss do not depend on their number; a checkpoint can be continued on a
   mok train --ranks 4                       on four processes
   mok train --moe-impl reference --steps 10 the same model computed by the specification, slowly"""
 _PROMPT_BYTES = 32
+_MOST_SAMPLE_BYTES = 2**20               # byte after byte, each a pass of the model: hours
 # command-line name -> (type, help); their defaults are TrainSettings' own
 _SETTINGS: dict[str, tuple[type, str]] = {
     "config": (str, "size of the model by name: tiny, small, 1b or, for one large GPU, qwen3-30b-a3b-6l"),
@@ -98,8 +100,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    if arguments.sample_bytes < 0:
-        raise ValueError(f"sample_bytes={arguments.sample_bytes} must not be negative")
+    check_integer("sample_bytes", arguments.sample_bytes, 0, _MOST_SAMPLE_BYTES)
     started = time.perf_counter()
     device = choose_device(arguments.device)
 
@@ -116,7 +117,7 @@ def _default_ranks(arguments: argparse.Namespace, device: Any) -> int:
     from ..lm.ranks import usable_cores
     from ..lm.run_folder import RunFolder
 
-    if arguments.resume is not None and isinstance(before := RunFolder.open(Path(arguments.resume)).settings().get("ranks"), int):
+    if arguments.resume is not None and isinstance(before := RunFolder.open(check_path("resume", arguments.resume)).settings().get("ranks"), int):
         return before if device.type == "cpu" else 1
     return 2 if device.type == "cpu" and arguments.moe_impl in (None, "engine") and usable_cores() >= 2 else 1
 
@@ -130,7 +131,7 @@ def _check_input(arguments: argparse.Namespace, device: Any, number: int) -> Non
     if arguments.resume is None:
         settings, corpus, _ = _new_run(arguments, device, Ranks())
     else:
-        settings, corpus = _resumed_run(arguments, RunFolder.open(Path(arguments.resume)))
+        settings, corpus = _resumed_run(arguments, RunFolder.open(check_path("resume", arguments.resume)))
     check_run(settings, corpus, number, device)
 
 
@@ -180,7 +181,7 @@ def _start(arguments: argparse.Namespace, ranks: Ranks, device: Any) -> tuple[Tr
         folder = RunFolder(Path(ranks.tell("the run's folder", path=path)[0]["path"]))
         return trainer, folder, RunAudit.begin(trainer, arguments.audit, data) if audited else None
     with ranks.together("continuing a run"):
-        folder = RunFolder.open(Path(arguments.resume))
+        folder = RunFolder.open(check_path("resume", arguments.resume))
         settings, corpus = _resumed_run(arguments, folder)
     trainer = Trainer(settings, corpus, device, ranks)
     trainer.load(folder)
@@ -215,8 +216,9 @@ def _new_folder(out: str | None) -> Path:
 
     if out is None:
         return free_folder(Path("out"), "train")
-    RunFolder.check_free(Path(out))
-    return Path(out)
+    path = check_path("out", out)
+    RunFolder.check_free(path)
+    return path
 
 
 def _resumed_run(arguments: argparse.Namespace, folder: RunFolder) -> tuple[TrainSettings, Corpus]:

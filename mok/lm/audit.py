@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import LARGEST, check_integer
 from ..audit import BrokenChain, Entries, Record, RecordWriter, read_record
 from ..audit_diff import Difference, first_difference
 from ..fingerprint import differences, fingerprint
@@ -151,8 +152,8 @@ def replay(record: Record, *, ranks: Ranks | None = None, data: str | None = Non
 
 def check_replay(record: Record, num_ranks: int, steps: int | None) -> None:
     """Raise ValueError or NotImplementedError unless so many ranks can replay so many steps (None = all) of the record."""
-    if steps is not None and steps < 0:
-        raise ValueError(f"{steps=} must not be negative")
+    if steps is not None:
+        check_integer("steps", steps, 0, LARGEST)
     if num_ranks != record.ranks_at(0):
         raise ValueError(f"ranks={num_ranks} must be the {record.ranks_at(0)} of the recorded run")
     last = len(record.steps) - 1 if steps is None else min(steps, len(record.steps) - 1)

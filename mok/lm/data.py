@@ -11,8 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..arguments import check_readable_file
+
 VOCAB_SIZE = 256                 # one token a byte
 MAX_BYTES = 256 * 2**20          # files beyond this total are left out, and the corpus says so
+MAX_FILE_BYTES = 8 * MAX_BYTES   # one file alone may be larger than that, up to what a usual machine's memory holds several times
 HELD_OUT_EVERY = 20              # every 20th file is validation text
 HELD_OUT_TAIL = 10               # with fewer files than that: the last tenth of the bytes is
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -41,11 +44,12 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     """The text at `path` (a file, or a folder searched recursively), or the running Python's own standard library for None.
 
     Files are taken in the order of their relative paths, hidden ones skipped; in a folder, so are files that hold a zero byte (not text).
-    Raises ValueError naming `data` for a path that does not exist, cannot be read, is empty or is not text.
+    A folder's devices, pipes and broken links are skipped too. Raises ValueError naming `data` for a path that does not exist, cannot be read,
+    is empty, is not text, has more than MAX_FILE_BYTES, or is a device or a pipe: text is read more than once, and must end.
     """
     if path is None:
         return _load_files("standard library", *_standard_library())
-    root = Path(path)
+    root = check_readable_file("data", path)
     name = str(path)
     if root.is_dir():
         found = sorted(file for file in root.rglob("*") if file.is_file() and not any(p.startswith(".") for p in file.relative_to(root).parts))
@@ -74,9 +78,12 @@ def _load_files(name: str, root: Path, files: Sequence[Path]) -> Corpus:
             if total + file.stat().st_size > MAX_BYTES and len(ordered) > 1:
                 left_out += 1
                 continue
-            text = file.read_bytes()
+            with file.open("rb") as opened:              # a growing file, or one whose size the system does not know, ends here all the same
+                text = opened.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ValueError(f"data={name!r} cannot be read: {error.strerror or error}: {str(file)!r}") from None
+        if len(text) > MAX_FILE_BYTES:
+            raise ValueError(f"data={name!r} must have at most {MAX_FILE_BYTES:,} bytes in a file: {str(file)!r} has more")
         if b"\0" in text:
             if len(ordered) == 1:
                 raise ValueError(f"data={name!r} must be text, found a zero byte at offset {text.index(0)}")

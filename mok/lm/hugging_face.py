@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..arguments import check_path
 from .checkpoint import write_atomically
 from .data import VOCAB_SIZE
 from .model import CONFIGS, LanguageModel, ModelConfig
@@ -67,6 +68,7 @@ def from_hugging_face(model: LanguageModel, theirs: dict[str, Tensor]) -> None:
 def write_folder(model: LanguageModel, folder: Path) -> None:
     """Write config.json and model.safetensors to `folder`, which must not exist (ValueError naming `out`); it appears complete or not at all."""
     tensors = to_hugging_face(model)
+    check_path("out", folder)
     if folder.exists():
         raise ValueError(f"out={str(folder)!r} exists and is not overwritten; name a new folder")
     partial = folder.with_name(f".{folder.name}.partial")
@@ -87,6 +89,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Tensor]]:
 
     ValueError naming `folder` where something is missing or damaged, or no configuration has its sizes.
     """
+    check_path("folder", folder)
     try:
         theirs = json.loads((folder / CONFIG_FILE).read_text())
         if not isinstance(theirs, dict):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..arguments import check_path
 from .checkpoint import list_checkpoints, write_atomically
 
 SETTINGS_FILE = "settings.json"
@@ -28,6 +29,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         """Raise ValueError naming `out` unless `path` does not exist or is an empty folder."""
+        check_path("out", path)
         if path.exists() and not path.is_dir():
             raise ValueError(f"out={str(path)!r} is a file and must be a new folder")
         if path.exists() and (entries := sorted(os.listdir(path))):
@@ -48,6 +50,7 @@ class RunFolder:
     @staticmethod
     def open(path: Path) -> RunFolder:
         """An existing run's folder. ValueError naming `resume` where there is none."""
+        check_path("resume", path)
         if not (path / SETTINGS_FILE).is_file():
             raise ValueError(f"resume={str(path)!r} must be the folder of a run, found no {SETTINGS_FILE} in it")
         return RunFolder(path)

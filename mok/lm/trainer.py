@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
+from ..arguments import LARGEST, check_integer, check_number
 from ..clip import clip_grad_norm_
 from ..plan import count_ids
 from ..router import Routes
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from ..recorder import StepRecorder
 
 TRAIN_PRECISIONS = ("fp32", "bf16")
+_MOST_SEQUENCES = 2**20          # of one step: their bytes alone fill a gigabyte
+# settings that are counts: name, least, most
+_COUNTS = (("steps", 1, LARGEST), ("batch_size", 1, _MOST_SEQUENCES), ("accumulate", 1, LARGEST), ("eval_every", 1, LARGEST), ("eval_tokens", 1, LARGEST),
+           ("seed", 0, 2**63 - 1), ("warmup_steps", 0, LARGEST), ("save_every", 0, LARGEST))
 _FINAL_LEARNING_RATE = 0.1       # the cosine ends at this part of the peak
 _KEPT_CHECKPOINTS = 2
 
@@ -63,15 +68,11 @@ class TrainSettings:
             raise ValueError(f"precision={self.precision!r} must be one of {', '.join(TRAIN_PRECISIONS)}")
         if self.moe_impl not in MOE_IMPLS:
             raise ValueError(f"moe_impl={self.moe_impl!r} must be one of {', '.join(MOE_IMPLS)}")
-        for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("seed", "warmup_steps", "weight_decay", "save_every"):
-            if not 0 <= getattr(self, name) < math.inf:          # a NaN fails it too
-                raise ValueError(f"{name}={getattr(self, name)} must be a number of at least 0")
+        for name, least, most in _COUNTS:
+            check_integer(name, getattr(self, name), least, most)
+        check_number("weight_decay", self.weight_decay)
         for name in ("learning_rate", "grad_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a positive number")
+            check_number(name, getattr(self, name), positive=True)
         if self.batch_size % self.accumulate:
             raise ValueError(f"batch_size={self.batch_size} must be a multiple of accumulate={self.accumulate}")
 

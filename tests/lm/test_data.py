@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -108,12 +109,24 @@ def test_bad_corpus_names_data_and_what_is_wrong(tmp_path: Path, make, words):
 def test_unreadable_file_is_a_value_error(tmp_path: Path, monkeypatch):
     (tmp_path / "a").write_bytes(b"text")
 
-    def refuse(self):
+    def refuse(self, *mode):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match=r"data=.*cannot be read: Permission denied"):
         load_corpus(tmp_path)
+
+
+def test_what_may_never_end_is_refused_and_left_out(tmp_path: Path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"0123456789" * 10)
+    os.mkfifo(tmp_path / "pipe")
+    assert load_corpus(tmp_path).num_files == 1
+    for name in ("/dev/zero", "/dev/null", str(tmp_path / "pipe")):
+        with pytest.raises(ValueError, match=rf"data='{name}' must be a regular file"):
+            load_corpus(name)
+    monkeypatch.setattr(data, "MAX_FILE_BYTES", 99)
+    with pytest.raises(ValueError, match=r"data=.* must have at most 99 bytes in a file: '.*a' has more"):
+        load_corpus(tmp_path / "a")
 
 
 def test_hidden_binary_and_surplus_files_are_left_out(tmp_path: Path, monkeypatch):

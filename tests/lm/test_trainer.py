@@ -214,8 +214,8 @@ def test_a_checkpoint_of_another_text_or_size_is_refused_with_both_quantities(tm
     ({"steps": 0}, "steps=0 must be at least 1"), ({"precision": "fp8"}, "precision='fp8' must be one of fp32, bf16"),
     ({"moe_impl": "x"}, "moe_impl='x' must be one of engine, reference, grouped_mm"),
     ({"batch_size": 5, "accumulate": 2}, "batch_size=5 must be a multiple of accumulate=2"),
-    ({"save_every": -1}, "save_every=-1 must be a number of at least 0"),
-    ({"learning_rate": 0.0}, "learning_rate=0.0 must be a positive number"), ({"seed": -1}, "seed=-1 must be a number of at least 0"),
+    ({"save_every": -1}, "save_every=-1 must be at least 0"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0 must be a positive number"), ({"seed": -1}, "seed=-1 must be at least 0"),
     ({"config": "big"}, "config='big' must be one of tiny, small, 1b"), ({"learning_rate": math.nan}, "learning_rate=nan must be a positive number"),
     ({"weight_decay": math.nan}, "weight_decay=nan must be a number of at least 0"),
 ])
