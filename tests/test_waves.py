@@ -279,7 +279,7 @@ def test_routed_buffers_stay_within_the_capacity(pool):
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), True, "1"])
 def test_a_wrong_capacity_factor_is_named(wrong):
-    with pytest.raises(ValueError, match="capacity_factor=.* must be a positive number"):
+    with pytest.raises(ValueError, match=r"capacity_factor=.* must be a positive number"):
         mok.ExpertGroup(capacity_factor=wrong)
 
 

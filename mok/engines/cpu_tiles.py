@@ -35,7 +35,7 @@ from .protocol import accumulation_dtype
 TILE_ROWS = 256
 TAIL_ROWS = (32, 64, 128, 192)      # multiples of 32, so that no tile of an activation ends inside of a vector: a difference too rare to measure
 K_BLOCK = 128               # contraction of one fp32 call: oneDNN sums it in one chain, whose error at 2048 was 3 times that of MKL, which sums blocks
-OUTER_BLOCK = BLOCK_M       # rows that a sum over rows advances by: where a wave may cut an expert's rows (mok.waves)
+OUTER_BLOCK = BLOCK_M       # rows that a sum over rows advances by: where a wave may cut an expert's rows (mok.waves); see docs/cpu.md
 DOT_COLUMNS = 128           # column tile of row_dot
 _PITCH = 16                 # elements; 64 bytes or 128
 
@@ -72,11 +72,9 @@ class TileMath:
         self.dtype = dtype
         self.acc = accumulation_dtype(dtype)
         self._linear: Callable[..., Tensor] | None = None
-        self._linear_add: Callable[..., Tensor] | None = None
         bf16_kernels = False
         if torch.backends.mkldnn.is_available():
             self._linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-            self._linear_add = getattr(self._linear, "binary", None)
             bf16_kernels = bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)())
         self.direct = dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and bf16_kernels)
         amx = dtype == torch.bfloat16 and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
@@ -127,13 +125,13 @@ class TileMath:
         """a.T @ b, or total + a.T @ b: a (rows, M), b (rows, N), total contiguous (M, N), all in the accumulation dtype -> (M, N).
 
         OUTER_BLOCK rows at a time, each block's product added to what came before: cut between two blocks, with `total` handed on, a sum
-        keeps its bits. `total` may be overwritten. oneDNN adds while it stores: blocks of 128 so took the time of blocks of 512 whose
-        products are added by a second pass (512 x 1024 x 1024: 204 against 197 GFLOP/s, best of 25 on one thread of a Zen 5, 2026-11-30).
+        keeps its bits. `total` may be overwritten.
         """
         for first in range(0, a.shape[0], OUTER_BLOCK):
             left, right = a[first:first + OUTER_BLOCK].T, b[first:first + OUTER_BLOCK].T
-            if self._linear is not None and self._linear_add is not None and self.acc == torch.float32 and self.mode == "ieee":
-                total = self._linear(left, right, None, "none", [], "") if total is None else self._linear_add(left, total, right, None, "add")
+            if self._linear is not None and self.acc == torch.float32 and self.mode == "ieee":
+                product = self._linear(left, right, None, "none", [], "")        # a new tensor
+                total = product if total is None else total.add_(product)
             else:
                 product = torch.mm(left, right.T, out=self.buffer(scratch, name, left.shape[0], right.shape[0], a.dtype))
                 total = scratch.like(name + ".total", product).copy_(product) if total is None else total.add_(product)
