@@ -48,16 +48,24 @@ class Scratch:
 
 
 class RowBuffers:
-    """Large buffers that one pass borrows and a later one borrows again: fresh memory costs a page fault for every 4 KiB, a tenth of a pass."""
+    """Large buffers that one pass borrows and a later one borrows again: fresh memory costs a page fault for every 4 KiB, a tenth of a pass.
+
+    A buffer more than TOO_LARGE times as large as what each of PASSES passes in a row took of it (nothing, perhaps) is given up. Whatever the
+    order of passes, that can cost the tenth of one pass in PASSES.
+    """
+
+    TOO_LARGE = 4
+    PASSES = 64
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[Tensor] = []
+        self._passes: dict[int, int] = {}    # id of a buffer -> passes in a row for which it was too large
 
     @contextmanager
     def borrow(self) -> Iterator[Callable[[int, int, torch.dtype], Tensor]]:
         """Gives take(rows, columns, dtype), whose tensors (contents unspecified) are anybody's again at the end of the block."""
-        taken: list[Tensor] = []
+        taken: list[tuple[Tensor, int]] = []
 
         def take(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
             needed = rows * columns * dtype.itemsize
@@ -66,18 +74,31 @@ class RowBuffers:
                 if fitting:
                     buffer = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
                 elif self._free:
-                    self._free.pop(max(range(len(self._free)), key=lambda i: self._free[i].numel()))    # too small: replaced, not kept beside
+                    largest = max(range(len(self._free)), key=lambda i: self._free[i].numel())
+                    self._passes.pop(id(self._free.pop(largest)), None)                   # too small: replaced, not kept beside
             with torch.inference_mode(False):                        # may be used outside of the inference mode that it was made in
                 if not fitting:
                     buffer = torch.empty(needed, dtype=torch.uint8, device="cpu")
-                taken.append(buffer)
+                taken.append((buffer, needed))
                 return buffer[:needed].view(dtype).view(rows, columns)
 
         try:
             yield take
         finally:
             with self._lock:
-                self._free += taken
+                self._free += [buffer for buffer, _ in taken]
+                self._give_up({id(buffer): needed for buffer, needed in taken})
+
+    def _give_up(self, taken: dict[int, int]) -> None:
+        """After a pass that took so many bytes of these buffers: drop what has been too large for long."""
+        kept: list[Tensor] = []
+        for buffer in self._free:
+            key = id(buffer)
+            passes = self._passes.pop(key, 0) + 1 if buffer.numel() > self.TOO_LARGE * taken.get(key, 0) else 0
+            if passes < self.PASSES:
+                self._passes[key] = passes
+                kept.append(buffer)
+        self._free = kept
 
     def num_bytes(self) -> int:
         """Bytes that no pass holds at the moment."""

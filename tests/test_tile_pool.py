@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+import mok
 from mok.runtime import RowBuffers, Scratch, TilePool, runtime
 
 
@@ -253,6 +254,65 @@ def test_row_buffers_are_borrowed_one_pass_at_a_time():
     with torch.inference_mode(), rows.borrow() as take:
         made = take(1000, 8, torch.float32)
     made.zero_()                                                 # not an inference tensor
+
+
+def one_pass(rows: RowBuffers, *sizes: int) -> list[int]:
+    """A pass that takes buffers of these bytes; their addresses."""
+    with rows.borrow() as take:
+        return [take(1, size, torch.uint8).data_ptr() for size in sizes]
+
+
+def test_row_buffers_that_are_far_too_large_for_long_are_given_up():
+    rows, small = RowBuffers(), (1000, 2000)
+    one_pass(rows, 100_000, 100_000, 8000)
+    for _ in range(RowBuffers.PASSES - 1):
+        one_pass(rows, *small)
+        assert rows.num_bytes() == 208_000                       # the smallest that fits serves the first, a large one the second
+    one_pass(rows, *small)
+    assert rows.num_bytes() == 0                                 # 8000 is more than 4 * 1000 as well
+    for _ in range(3 * RowBuffers.PASSES):
+        one_pass(rows, *small)
+        assert rows.num_bytes() == 3000
+    for _ in range(3 * RowBuffers.PASSES):
+        one_pass(rows, 250, 2000)                                # four times too large is not too much
+    assert rows.num_bytes() == 3000
+
+
+def test_row_buffers_stay_in_a_steady_state():
+    """Forward passes of many layers, then as many backward passes that take more; and a small batch now and then, or for all but one pass."""
+    rows = RowBuffers()
+    backward = (500, 9000, 9000, 70_000)
+    first = set(one_pass(rows, *backward))
+    for _ in range(5):
+        for _ in range(RowBuffers.PASSES - 1):
+            assert set(one_pass(rows, 9000)) < first
+        for _ in range(RowBuffers.PASSES):
+            assert set(one_pass(rows, *backward)) == first
+        for _ in range(RowBuffers.PASSES - 1):
+            one_pass(rows, 1, 2, 3, 4)
+        assert set(one_pass(rows, *backward)) == first and rows.num_bytes() == sum(backward)
+
+
+def test_a_layer_gives_memory_back_after_one_very_large_pass_with_the_same_bits():
+    torch.manual_seed(3)
+    layer = mok.MoE(mok.MoEConfig(hidden_size=24, intermediate_size=16, num_experts=3, top_k=2, shared_intermediate_sizes=(8,)))
+
+    def step(tokens: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = tokens.clone().requires_grad_()
+        y = layer(x)
+        y.sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    small = torch.randn(20, 24)
+    runtime.rows._free.clear()
+    before = step(small)
+    size = runtime.rows.num_bytes()
+    step(torch.randn(4000, 24))
+    assert runtime.rows.num_bytes() > 8 * size
+    for _ in range(RowBuffers.PASSES):
+        assert all(map(torch.equal, step(small), before))
+    assert runtime.rows.num_bytes() <= RowBuffers.TOO_LARGE * size
 
 
 def test_matmul_precision_is_shared_waited_for_and_restored():
