@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -216,3 +217,23 @@ def test_500_random_steps_at_four_ranks_equal_one_rank(pool):
             assert torch.equal(torch.cat([part[2 + i] for part in parts]), whole), (step, "dw", i)
     for _, (early, late) in ranks:                       # flat: the results kept by the test itself are small beside 8 MB
         assert late - early < 8e6 + 2e7, (early, late)
+
+
+def _interrupted_while_waiting():
+    """Rank 0 is interrupted while it waits for rank 1, which answers later and is not to blame."""
+    group = mok.ExpertGroup(timeout_s=TIMEOUT_S)
+    if group.rank == 1:
+        time.sleep(1)
+        group.handshake({"pass": "test"})
+        return "answered"
+    signal.signal(signal.SIGINT, signal.default_int_handler)          # whoever runs the tests may have it ignored
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        group.handshake({"pass": "test"})
+    except BaseException as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_interrupt_while_a_rank_waits_is_no_lost_peer():
+    assert run_mortal_ranks(_interrupted_while_waiting, 2) == [(0, "KeyboardInterrupt", None), (0, "answered", None)]

@@ -1,11 +1,13 @@
 """What the commands print: lines, tables, a progress bar on a terminal, and one JSON document last."""
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -15,6 +17,30 @@ from rich.table import Table
 
 class CommandFailed(Exception):
     """A command that could not do its work, through no fault of its input; the message is one line."""
+
+
+class PeerFailed(CommandFailed):
+    """One rank's failure that it puts down to another rank."""
+
+
+class Outcome(NamedTuple):
+    """How a command ended: exit status, the line for stderr or "", and whether another rank is to blame."""
+
+    status: int
+    line: str = ""
+    peer_failed: bool = False
+
+
+class _Console(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Rich itself would exit without a word."""
+        raise BrokenPipeError
+
+
+def leave_standard_output() -> None:
+    """Its reader has gone: what is still to be printed, buffers flushed at exit included, goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):               # a stand-in without a file has nothing to redirect
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Bar:
@@ -34,7 +60,7 @@ class Output:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.terminal = sys.stdout.isatty()
-        self._console = RichConsole(highlight=False, soft_wrap=True) if self.terminal else RichConsole(highlight=False, soft_wrap=True, width=160)
+        self._console = _Console(highlight=False, soft_wrap=True) if self.terminal else _Console(highlight=False, soft_wrap=True, width=160)
 
     def line(self, text: str = "") -> None:
         """Print one line (or several) as it stands."""

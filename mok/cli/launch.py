@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import LARGEST, check_integer, check_seconds
-from .console import CommandFailed
+from .console import Outcome, PeerFailed
 
 if TYPE_CHECKING:
     from ..lm.ranks import Ranks
@@ -68,7 +68,7 @@ def _failures_named() -> Iterator[None]:
     try:
         yield
     except (FabricError, dist.DistError) as error:
-        raise CommandFailed(f"rank {os.environ['RANK']}: {error}") from error
+        raise PeerFailed(f"rank {os.environ['RANK']}: {error}") from error
 
 
 def launch(arguments: argparse.Namespace, count: int) -> int:
@@ -98,7 +98,7 @@ def launch(arguments: argparse.Namespace, count: int) -> int:
     return _report(arguments.command, processes, [_last_word(end) for end in ends], interrupted=bool(seen))
 
 
-def _last_word(end: connection.Connection) -> tuple[int, str] | None:
+def _last_word(end: connection.Connection) -> Outcome | None:
     """What a rank that has ended said of itself (`run_command`); None where it could not."""
     try:
         return end.recv() if end.poll() else None
@@ -138,28 +138,35 @@ def _passed_on(processes: list[SpawnProcess]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _report(command: str, processes: list[SpawnProcess], said: list[tuple[int, str] | None], interrupted: bool) -> int:
-    """Say on stderr who ended how; the command's exit status."""
+def _report(command: str, processes: list[SpawnProcess], said: list[Outcome | None], interrupted: bool) -> int:
+    """Say on stderr who ended how; the command's exit status.
+
+    A rank that the signal ended takes others along, which then have lost a peer: that is no failure of theirs. Nor is it told where the rank that
+    failed says itself why.
+    """
     from .main import BAD_INPUT, FAILED, INTERRUPTED
 
     killed = {rank: -code for rank, process in enumerate(processes) if (code := process.exitcode or 0) < 0}
-    statuses = {rank: said[rank][0] if said[rank] is not None else process.exitcode for rank, process in enumerate(processes)}   # type: ignore[index]
-    if not any(statuses.values()):
+    outcomes = [outcome if outcome is not None else Outcome(process.exitcode or 0) for outcome, process in zip(said, processes, strict=True)]
+    statuses = [outcome.status for outcome in outcomes]
+    if not any(statuses):
         return 0
-    if interrupted and all(status in (0, INTERRUPTED, -signal.SIGTERM) for status in statuses.values()):
-        if killed or any(line for _, line in filter(None, said)):         # the second signal, or one before a rank could save anything
+    stopped = [status in (INTERRUPTED, -signal.SIGTERM) for status in statuses]
+    if interrupted and any(stopped) and all(outcome.status == 0 or outcome.peer_failed or stop for outcome, stop in zip(outcomes, stopped, strict=True)):
+        if killed or any(outcome.line for outcome in outcomes):           # the second signal, or one before a rank could save anything
             print(f"mok {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    if not killed and all(outcome is not None and not outcome[1] for outcome in said):
-        return statuses[0] or 0              # nobody failed: rank 0 found something out
+    if not killed and all(outcome is not None and not outcome.line for outcome in said):
+        return statuses[0]                   # nobody failed: rank 0 found something out
     for rank, number in killed.items():
         print(f"mok {command}: failed: rank {rank} (pid {processes[rank].pid}) was killed by {signal.Signals(number).name}", file=sys.stderr)
     for rank, process in enumerate(processes):
         if said[rank] is None and (process.exitcode or 0) > 0:
             print(f"mok {command}: failed: rank {rank} (pid {process.pid}) ended with status {process.exitcode}", file=sys.stderr)
-    for line in _distinct([line for status, line in filter(None, said) if status and line]):
+    own = any(outcome.line and not outcome.peer_failed for outcome in outcomes)
+    for line in _distinct([outcome.line for outcome in outcomes if outcome.line and not (own and outcome.peer_failed)]):
         print(line, file=sys.stderr)
-    return BAD_INPUT if all(status in (0, BAD_INPUT) for status in statuses.values()) else FAILED
+    return BAD_INPUT if all(status in (0, BAD_INPUT) for status in statuses) else FAILED
 
 
 def _distinct(lines: list[str]) -> list[str]:
@@ -183,7 +190,7 @@ def _rank_process(arguments: argparse.Namespace, rank: int, count: int, port: in
     pipe.send(outcome)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(outcome[0])                     # threads that still wait for a lost peer must not keep the process
+    os._exit(outcome.status)                     # threads that still wait for a lost peer must not keep the process
 
 
 def _end_with(sentinel: int) -> None:

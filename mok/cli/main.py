@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import audit, bench, export_model, import_model, info, train, verify
-from .console import CommandFailed, Output
+from .console import CommandFailed, Outcome, Output, PeerFailed, leave_standard_output
 
 _COMMANDS = {"train": train, "verify": verify, "bench": bench, "audit": audit, "export": export_model, "import": import_model, "info": info}
 FAILED = 1
@@ -47,23 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.command is None:
         parser.error(f"a command is needed: {', '.join(_COMMANDS)}")
-    status, line = run_command(arguments)
-    if line:
-        print(line, file=sys.stderr)
-    return status
+    outcome = run_command(arguments)
+    if outcome.line:
+        print(outcome.line, file=sys.stderr)
+    return outcome.status
 
 
-def run_command(arguments: argparse.Namespace) -> tuple[int, str]:
-    """(exit status, the line for stderr or nothing) of the command that `arguments` were parsed for."""
+def run_command(arguments: argparse.Namespace) -> Outcome:
+    """Run the command that `arguments` were parsed for; every expected failure becomes a line and an exit status."""
     prefix = f"mok {arguments.command}"
     try:
-        return _COMMANDS[arguments.command].run(arguments, Output(arguments.json)), ""
+        status = _COMMANDS[arguments.command].run(arguments, Output(arguments.json))
+        sys.stdout.flush()
+        return Outcome(status)
     except (ValueError, NotImplementedError) as error:
-        return BAD_INPUT, f"{prefix}: error: {_one_line(str(error))}"
+        return Outcome(BAD_INPUT, f"{prefix}: error: {_one_line(str(error))}")
+    except BrokenPipeError:
+        leave_standard_output()
+        return Outcome(FAILED, f"{prefix}: failed: the pipe that standard output goes to was closed by its reader")
     except (FloatingPointError, OSError, CommandFailed) as error:          # a diverged run; a full disk; a lost rank
-        return FAILED, f"{prefix}: failed: {_one_line(str(error))}"
+        return Outcome(FAILED, f"{prefix}: failed: {_one_line(str(error))}", isinstance(error, PeerFailed))
     except KeyboardInterrupt:
-        return INTERRUPTED, f"{prefix}: interrupted"
+        return Outcome(INTERRUPTED, f"{prefix}: interrupted")
 
 
 def _one_line(text: str) -> str:

@@ -346,9 +346,9 @@ def stop_on_signal(announce: bool = True) -> Iterator[Callable[[], bool]]:
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if seen:
-            raise KeyboardInterrupt
         seen.append(number)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
         if announce:
             print("mok train: stopping after this step (once more to stop at once, without a checkpoint)", file=sys.stderr, flush=True)
 
@@ -356,6 +356,10 @@ def stop_on_signal(announce: bool = True) -> Iterator[Callable[[], bool]]:
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield lambda: bool(seen)
+    except BaseException as error:
+        if len(seen) > 1:                                # whatever a library made of it: torch's checkpoints wrap it in an exception of their own
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -122,6 +122,8 @@ class ProcessGroupFabric:
                 threading.Thread(target=_report, args=(outcomes, peer, waits), daemon=True, name=f"mok-fabric-{peer}").start()
         for _ in by_peer:
             peer, problem = outcomes.get()
+            if isinstance(problem, KeyboardInterrupt):                # Ctrl-C in this thread's own wait: no peer is to blame
+                raise problem
             if problem is not None:
                 self._fail(peer, problem, what)
 

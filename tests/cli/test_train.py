@@ -16,6 +16,8 @@ import pytest
 from support import ROOT, TINY, bad_input, run_json, start, write_text
 
 from mok.cli import train
+from mok.cli.console import Outcome
+from mok.cli.launch import _report
 from mok.cli.main import main
 from mok.lm.checkpoint import list_checkpoints
 from mok.lm.run_folder import RunFolder
@@ -189,6 +191,73 @@ def test_a_diverged_run_and_a_full_disk_are_one_line_and_status_1(finished, tmp_
     monkeypatch.setattr("mok.lm.trainer.save_checkpoint", full)
     assert main([*common, "--out", str(tmp_path / "full")]) == 1
     assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_closed_pipe_is_named_in_one_line(tmp_path: Path, ranks):
+    text = write_text(tmp_path)
+    process = start(["train", *TINY, "--ranks", ranks, "--data", str(text), "--out", str(tmp_path / "run"), "--steps", "100000"])
+    assert process.stdout.readline().startswith("text: ")
+    process.stdout.close()                               # as `head -1` does
+    err = process.stderr.read()
+    assert process.wait(60) == 1
+    said = [line for line in err.splitlines() if not line.startswith("mok train: failed: rank 0 (pid")]
+    assert said == ["mok train: failed: the pipe that standard output goes to was closed by its reader"], err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("gap", [0.0, 0.03])
+def test_two_interrupts_one_after_the_other_end_the_run_as_interrupted(tmp_path: Path, ranks, gap):
+    """Without a gap the two may arrive as one, which leaves a checkpoint; status 130 either way, whatever each rank was doing."""
+    text = write_text(tmp_path)
+    process = start(["train", *TINY, "--ranks", ranks, "--data", str(text), "--out", str(tmp_path / "run"), "--steps", "100000"])
+    _wait_for_steps(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(gap)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "mok train: interrupted" or "continue with: mok train --resume" in err
+    assert "failed" not in err and "Traceback" not in err
+
+
+def test_an_interrupt_that_a_library_wraps_is_one_all_the_same():
+    with pytest.raises(KeyboardInterrupt), train.stop_on_signal(announce=False) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError("cannot save") from None
+    with pytest.raises(RuntimeError), train.stop_on_signal(announce=False):
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("a failure of its own")
+
+
+class _Ended:
+    """A rank's process as `_report` sees it."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode, self.pid = exitcode, 7
+
+
+LOST = Outcome(1, "mok train: failed: rank 1: lost rank 0", peer_failed=True)
+STOPPED, FULL = Outcome(130, "mok train: interrupted"), Outcome(1, "mok train: failed: No space left on device")
+
+
+@pytest.mark.parametrize(("said", "interrupted", "status", "lines"), [
+    ([STOPPED, LOST], True, 130, ["mok train: interrupted"]),                     # rank 0 went at once, and rank 1 lost it
+    ([LOST, STOPPED], True, 130, ["mok train: interrupted"]),
+    ([None, LOST], True, 130, ["mok train: interrupted"]),                        # rank 0 had no handler yet: SIGTERM itself
+    ([Outcome(130), Outcome(130)], True, 130, []),                                # both left a checkpoint and said so
+    ([STOPPED, FULL], True, 1, ["mok train: interrupted", FULL.line]),            # a failure of its own is one all the same
+    ([FULL, LOST], False, 1, [FULL.line]),                                        # the cause is said, not what follows from it
+    ([LOST, LOST], True, 1, [LOST.line]),                                         # nobody was ended by the signal
+])
+def test_what_ranks_say_becomes_one_exit_status(said, interrupted, status, lines, capsys):
+    processes = [_Ended(-signal.SIGTERM if outcome is None else outcome.status) for outcome in said]
+    assert _report("train", processes, said, interrupted) == status
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 def _on_terminal(arguments: list[str]) -> str:
