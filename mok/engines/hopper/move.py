@@ -214,7 +214,7 @@ def behind(s, t, flags, ticket, since, NW: gl.constexpr, EP: gl.constexpr):
             seen = gl.load(results_ready(flags) + gl.maximum(rows, 0) // BLOCK_M, mask=rows >= 0, other=MISSING, volatile=True)
             lack = gl.maximum(lack, gl.max(down_columns(s) - seen, 1))
     if EP:
-        lack -= gl.load(own_page(flags.control) + TOKEN_ARRIVED + token, mask=mine, other=0, volatile=True)
+        lack = gl.maximum(lack - gl.load(own_page(flags.control) + TOKEN_ARRIVED + token, mask=mine, other=0, volatile=True), 0)
     for e in range(fresh(s.num_shared)):
         seen = gl.load(results_ready(flags) + flags.capacity + e * token_tiles(s) + token // BLOCK_M, mask=mine, other=MISSING, volatile=True)
         lack = gl.maximum(lack, down_columns(s) - seen)
