@@ -129,7 +129,8 @@ def test_h_is_forwards_h():
 def test_P1_and_P2_settings_change_no_bit():
     from mok.engines.hopper.backward import BackwardConfig
 
-    settings = [{}, {"group_tiles": 1}, {"group_tiles": 7}, {"reserve_sms": 100}, {"reserve_sms": 131}, {"config": BackwardConfig(0, debug=1)}, {}]
+    settings = [{}, {"group_tiles": 1}, {"group_tiles": 7}, {"reserve_sms": 100}, {"reserve_sms": 131}, {"config": BackwardConfig(0, debug=1)},
+                {"config": BackwardConfig(0, align=True, ahead=2), "group_tiles": 3}, {}]
     same_everywhere(gpu_case(2000, 528, 592, 12, 4, shared=((336, True),)), settings)
 
 

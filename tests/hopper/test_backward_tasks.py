@@ -1,6 +1,7 @@
 """The order of backward's GEMM tasks, run as plain Python: every wanted tile once, inputs before what reads them, counts that roles wait for."""
 from __future__ import annotations
 
+import itertools
 import random
 import types
 from pathlib import Path
@@ -38,17 +39,18 @@ WANTS = {"all": ALL, "dx": 1, "d_topk_weights": 2, "dw_gate_up": 4, "dw_down": 8
          "all of both shared experts": ALL | 0b111111 << 8, "one shared dw_down": 2 << 8}
 
 
-def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0):
-    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants)
+def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0, ahead=1):
+    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, ahead)
 
 
-def sequence(s, first=0, step=1):
-    """Tasks first, first + step, ... as (kind, slot, tile, column, expert)."""
+def sequence(s, first=0, step=1, segments=None, ahead=1):
+    """Tasks first, first + step, ... as (kind, slot, tile, column, expert). segments: where experts begin, for aligned groups."""
     found = []
-    phase, index = tasks.seek(s, 0, first)
+    align = segments is not None
+    phase, index = tasks.seek(s, segments, 0, first, align, ahead)
     while phase < s.num_phases:
-        found.append(tasks.locate(s, phase, index))
-        phase, index = tasks.seek(s, phase, index + step)
+        found.append(tasks.locate(s, segments, phase, index, align, ahead))
+        phase, index = tasks.seek(s, segments, phase, index + step, align, ahead)
     return found
 
 
@@ -101,8 +103,8 @@ def test_tickets_share_the_sequence(size):
         for ticket in range(len(whole)):
             cta = generator.randrange(ctas)
             before, phase, index = held.get(cta, (0, 0, 0))
-            held[cta] = ticket, *tasks.seek(s, phase, index + ticket - before)
-            found.append(tasks.locate(s, *held[cta][1:]))
+            held[cta] = ticket, *tasks.seek(s, None, phase, index + ticket - before, False, 1)
+            found.append(tasks.locate(s, None, *held[cta][1:], False, 1))
         assert found == whole
 
 
@@ -123,6 +125,57 @@ def test_inputs_come_first_and_counts_are_exact(size, wants):
         else:
             assert dh == tasks.all_dh_tasks(s), "a weight gradient before the last DH task"
     assert dh == tasks.all_dh_tasks(s) and dx == tasks.all_dx_tasks(s)
+
+
+class Pointer:
+    """A device pointer in the code that runs as Python: pointer + index, then load. A number that a kernel could convert is a `Number`."""
+
+    def __init__(self, values, at=0):
+        self.values, self.at = values, at
+
+    def __add__(self, offset):
+        return Pointer(self.values, self.at + offset)
+
+
+class Number(int):
+    def __floordiv__(self, other):
+        return Number(int(self) // other)
+
+    def to(self, dtype):
+        return int(self)
+
+
+tasks.gl.load = lambda pointer, mask=True, other=0: Number(pointer.values[pointer.at]) if mask else Number(other)
+tasks.gl.int32 = None
+
+
+def segments_of(tiles_of_expert):
+    """(tile_to_expert, expert_offsets) of experts with these numbers of row tiles."""
+    offsets = [0, *itertools.accumulate(128 * tiles for tiles in tiles_of_expert)]
+    return Pointer([e for e, tiles in enumerate(tiles_of_expert) for _ in range(tiles)]), Pointer(offsets)
+
+
+@pytest.mark.parametrize("tiles_of_expert", [(16,) * 8, (3, 0, 40, 1, 1, 17, 5, 0, 2), (1,), (100, 1), (2,) * 50])
+@pytest.mark.parametrize("group", [1, 4, 16, 37])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_aligned_groups_and_groups_ahead(tiles_of_expert, group, ahead):
+    """The same tasks in another order, inputs first; a group ends with an expert wherever one ends within half a group."""
+    tiles, experts = sum(tiles_of_expert), len(tiles_of_expert)
+    s = schedule(H=512, I=320, T=700, num_tiles=tiles, num_experts=experts, group_tiles=group, wants=ALL, num_shared=1, I_0=272, ahead=ahead)
+    segments = segments_of(tiles_of_expert)
+    order = sequence(s, segments=segments, ahead=ahead)
+    assert sorted(map(identity, order)) == sorted(expected_tasks(s, experts)) and len(order) == len(set(map(identity, order)))
+    done: dict[tuple[int, int], int] = {}
+    for kind, slot, tile, _, _ in order:
+        if kind == DH:
+            done[slot, tile] = done.get((slot, tile), 0) + 1
+        elif kind == DX:
+            assert done[slot, tile] == tasks.dh_columns(s, slot)
+    starts = [tasks.group_first(s, segments, g, True) for g in range(-(-tiles // group) + 1)]
+    assert starts == sorted(starts) and starts[0] == 0 and starts[-1] == tiles and max(b - a for a, b in itertools.pairwise(starts)) <= 2 * group
+    borders = {0, tiles, *(offset // 128 for offset in segments[1].values)}
+    for g, start in enumerate(starts[1:-1], 1):
+        assert start in borders or min(abs(border - g * group) for border in borders) > group // 2
 
 
 def test_counters_do_not_collide():

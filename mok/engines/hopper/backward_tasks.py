@@ -7,9 +7,10 @@ Kinds, each task one 128 x 256 tile:
   DW_DOWN  dw_down[e] = dy.T @ (w*h)      128 rows of H x 256 columns of I, likewise
 
 Row tiles come in groups of G: those of shared expert 0, of shared expert 1, then the routed ones. Phases: DH(0), DH(1), DX(0), DH(2), DX(1), ...,
-DX(last), so that what a DX task reads was finished about one phase earlier; then DW_UP of shared expert 0, of shared expert 1, of expert 0, 1, ...,
-then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP before all of DW_DOWN, because what the tasks
-in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no tasks.
+DX(last), so that what a DX task reads was finished about one phase earlier (with AHEAD = 2 groups between them: two phases); then DW_UP of shared
+expert 0, of shared expert 1, of expert 0, 1, ..., then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP
+before all of DW_DOWN, because what the tasks in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no
+tasks.
 All phases are one sequence, and a CTA that is free takes the next task (backward_load._take_task): a task waits for tasks before it alone, so the CTA
 that holds the earliest unfinished one can always go on.
 
@@ -85,10 +86,10 @@ ANY_WEIGHT = gl.constexpr(4 | 8 | 0x1B00)            # gradients that need weigh
 
 
 @gluon.jit
-def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants):
+def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, AHEAD: gl.constexpr):
     token_tiles = gl.cdiv(T, TILE_M)
     shared_groups = num_shared * gl.cdiv(token_tiles, group_tiles)
-    pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2
+    pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2 * AHEAD
     weight_phases = gl.where((wants & ANY_WEIGHT) != 0, 2 * (num_shared + num_experts), 0)
     return Schedule(H, I, I_0, I_1, T, num_tiles, token_tiles, group_tiles, shared_groups, pair_phases, pair_phases + weight_phases, num_shared, wants)
 
@@ -148,17 +149,45 @@ def all_dx_tasks(s):
 
 
 @gluon.jit
-def phase_group(s, phase):
+def group_first(s, segments, group, ALIGN: gl.constexpr):
+    """First row tile of a routed group, or num_tiles behind the last one. ALIGN: the nearest start of an expert, if one is within half a group.
+
+    segments = (tile_to_expert, expert_offsets). An expert's weights are then read for one group, not for two. Groups may be empty, or twice as long.
+    """
+    first = group * s.group_tiles
+    if ALIGN:
+        inside = (first > 0) & (first < s.num_tiles)
+        tile_to_expert, expert_offsets = segments
+        expert = gl.load(tile_to_expert + first, mask=inside, other=0)
+        start = (gl.load(expert_offsets + expert, mask=inside, other=0) // TILE_M).to(gl.int32)
+        end = (gl.load(expert_offsets + expert + 1, mask=inside, other=0) // TILE_M).to(gl.int32)
+        nearest = gl.where(first - start <= end - first, start, end)
+        near = gl.minimum(first - start, end - first) <= s.group_tiles // 2
+        first = gl.where(inside & near, nearest, first)
+    return gl.minimum(first, s.num_tiles)
+
+
+@gluon.jit
+def phase_group(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """(shared expert or -1, first row tile inside it, row tiles) of a DH or DX phase; 0 row tiles where there is no such group."""
-    group = phase // 2 - phase % 2
+    group = phase // 2 - phase % 2 * AHEAD
     per_shared = gl.maximum(gl.cdiv(s.token_tiles, s.group_tiles), 1)
     is_shared = group < s.shared_groups
     slot = gl.where(is_shared, group // per_shared, -1)
-    inside = gl.where(is_shared, group - slot * per_shared, group - s.shared_groups)
-    total = gl.where(is_shared, s.token_tiles, s.num_tiles)
-    first = inside * s.group_tiles
-    exists = (group >= 0) & (2 * group + 2 < s.pair_phases)
-    return slot, first, gl.where(exists, gl.minimum(s.group_tiles, total - first), 0)
+    exists = (group >= 0) & (2 * group + 2 * AHEAD < s.pair_phases)
+    if ALIGN:
+        routed = gl.maximum(group - s.shared_groups, 0)
+        routed_first = group_first(s, segments, routed, ALIGN)
+        routed_tiles = group_first(s, segments, routed + 1, ALIGN) - routed_first
+        shared_first = (group - slot * per_shared) * s.group_tiles
+        first = gl.where(is_shared, shared_first, routed_first)
+        tiles = gl.where(is_shared, gl.minimum(s.group_tiles, s.token_tiles - shared_first), routed_tiles)
+    else:
+        inside = gl.where(is_shared, group - slot * per_shared, group - s.shared_groups)
+        total = gl.where(is_shared, s.token_tiles, s.num_tiles)
+        first = inside * s.group_tiles
+        tiles = gl.minimum(s.group_tiles, total - first)
+    return slot, first, gl.where(exists, tiles, 0)
 
 
 @gluon.jit
@@ -183,11 +212,11 @@ def weight_tiles(s, slot, down):
 
 
 @gluon.jit
-def phase_tasks(s, phase):
+def phase_tasks(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """Number of tasks of a phase."""
     tasks = phase * 0
     if phase < s.pair_phases:
-        slot, _, tiles = phase_group(s, phase)
+        slot, _, tiles = phase_group(s, segments, phase, ALIGN, AHEAD)
         tasks = tiles * gl.where(phase % 2 == 0, dh_columns(s, slot), dx_columns(s))
     else:
         slot, _, down = phase_weight(s, phase)
@@ -197,18 +226,18 @@ def phase_tasks(s, phase):
 
 
 @gluon.jit
-def seek(s, phase, index):
+def seek(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """The task `index` places after the start of `phase`, as (phase, index with the index inside that phase); phase == num_phases at the end."""
-    tasks = phase_tasks(s, phase)
+    tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD)
     while (phase < s.num_phases) & (index >= tasks):
         index -= tasks
         phase += 1
-        tasks = phase_tasks(s, phase)
+        tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD)
     return phase, index
 
 
 @gluon.jit
-def locate(s, phase, index):
+def locate(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """(kind, shared expert or -1, tile, column tile, expert) of a task. tile: row tile of the expert's rows, or of the weight gradient.
 
     `expert` is meant for routed weight gradients; DH and DX take theirs from the plan's tile_to_expert.
@@ -219,7 +248,7 @@ def locate(s, phase, index):
     column = kind
     expert = kind
     if phase < s.pair_phases:
-        slot, first, tiles = phase_group(s, phase)
+        slot, first, tiles = phase_group(s, segments, phase, ALIGN, AHEAD)
         tiles = gl.maximum(tiles, 1)
         kind = phase % 2
         column = index // tiles
