@@ -1,16 +1,19 @@
 """Waves: every row in exactly one of them, the same bits for every capacity, and no routed buffer beyond it."""
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import mok
 from mok.config import BLOCK_M
 from mok.engines import cpu, cpu_experts
+from mok.engines.cpu_tiles import TileMath
 from mok.plan import experts_of_rank, plan_capacity
 from mok.runtime import RowBuffers, runtime
 from mok.waves import WaveCounts, split_into_waves, wave_capacity, wave_tiles, waves_needed
@@ -131,9 +134,7 @@ class Fault:
                         if w.index == 1 else w for w in waves]
             self.put(cpu, "split_into_waves", shifted)
         if self.name == "a wave's gradient not added":
-            start = cpu_experts.GradTarget.start
-            self.put(cpu_experts.GradTarget, "start", lambda target, scratch: None if start(target, scratch) is None
-                     else torch.zeros_like(target.carried).contiguous())
+            self.put(cpu_experts.GradTarget, "begun_sum", property(lambda target: torch.zeros_like(target.carried) if target.begun else None))
         if self.name == "z of the first wave for all":
             forward_tasks = cpu_experts.Experts.forward_tasks
             self.put(cpu_experts.Experts, "forward_tasks", lambda experts, x, y, z: [lambda scratch: z.copy_(SAVED[0])] if y is None
@@ -141,12 +142,16 @@ class Fault:
                      experts.wave.index == 0 else forward_tasks(experts, x, y, z))
         if self.name == "results of the last wave only":
             self.put(cpu.GroupRows, "home", lambda rows, what, wave, *by_row: rows._travels[wave].home(what, *by_row))
+        if self.name == "no fault: small tiles, 4 threads":
+            self.put(cpu_experts, "GRAD_TILE", (32, 16))
+            self.kept.append((torch, None, torch.get_num_threads()))
+            torch.set_num_threads(4)
         if self.name == "two experts' sums at once":
             self.put(cpu_experts, "_in_turn", lambda first, second, scratch: (second(scratch), first(scratch)))
 
     def __exit__(self, *error):
         for owner, attribute, value in self.kept:
-            setattr(owner, attribute, value)
+            torch.set_num_threads(value) if attribute is None else setattr(owner, attribute, value)
 
 
 SAVED: list[torch.Tensor] = []
@@ -221,6 +226,68 @@ def test_main_grad_is_added_to_once(pool, dtype):
     assert not names, names
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_tiles_on_several_threads(pool, dtype, monkeypatch):
+    """Straddling experts' sums in small tiles, 4 threads, one wave after the other in the same buffers."""
+    monkeypatch.setattr(cpu_experts, "GRAD_TILE", (32, 16))
+    case = global_case(1200, 72, 40, 4, 2, dtype)
+    for factor in (ONE_TILE, 0.1):
+        names, _ = differing(pool, case, [0, 700, 1200], factor, fault="no fault: small tiles, 4 threads")
+        assert not names, names
+
+
+def _layer(process_group, x, factor, saved):
+    """mok.MoE with a router, two micro-batches in flight, with or without an activation checkpoint around it."""
+    group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=factor)
+    config = mok.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, shared_intermediate_sizes=(8,), shared_gated=True, expert_bias=True)
+    layer = mok.MoE(config, group=group)
+    cuts = [0, 300, *[x.shape[1]] * (group.size - 1)]
+    leaves = [part[cuts[group.rank]:cuts[group.rank + 1]].clone().requires_grad_() for part in x]
+    context = functools.partial(create_selective_checkpoint_contexts, mok.checkpoint_policy) if saved == "selective" else noop_context_fn
+    outs = [layer(leaf) if saved == "everything" else checkpoint(layer, leaf, use_reentrant=False, context_fn=context) for leaf in leaves]
+    for y in outs:
+        y.square().sum().backward()
+    return [*outs, *(leaf.grad for leaf in leaves), *(parameter.grad for parameter in layer.parameters())], group.wave_counts.most
+
+
+@pytest.mark.parametrize("saved", ["everything", "nothing", "selective"])
+def test_the_layer_in_waves(pool, saved):
+    x = torch.randn(2, 900, 16, generator=torch.Generator().manual_seed(0))
+    for bounded, whole in zip(*(pool.run(_layer, 2, x, factor, saved) for factor in (ONE_TILE, None)), strict=True):
+        assert bounded[1] >= 6 and whole[1] == 0
+        assert all(torch.equal(a, b) for a, b in zip(bounded[0], whole[0], strict=True))
+
+
+@pytest.mark.parametrize("library", ["oneDNN", "torch.mm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_that_is_cut_keeps_its_bits(dtype, library):
+    """Rows of one expert added up in one call and in pieces, through each library (torch.mm: CPUs with AMX tiles or without oneDNN)."""
+    math = TileMath(dtype)
+    if library == "torch.mm":
+        math._linear = None
+    a, b = (torch.randn(1000, width, generator=torch.Generator().manual_seed(width), dtype=math.acc) for width in (37, 50))
+
+    def whole(scratch):
+        return cut(scratch, 1024)
+
+    def cut(scratch, rows):
+        total = None
+        for first in range(0, 1024, rows):
+            left, right = (math.buffer(scratch, name, min(rows, 1024), side.shape[1], math.acc).zero_() for name, side in (("a", a), ("b", b)))
+            for operand, side in ((left, a), (right, b)):
+                part = side[first:first + rows]
+                operand[:part.shape[0]].copy_(part)
+            total = math.outer(scratch, "outer", left, right, None if total is None else scratch.like("begun", total).copy_(total))
+        return total.clone()
+
+    results = []
+    with math.precision():
+        runtime.tiles.run([lambda scratch: results.append([whole(scratch), cut(scratch, 128), cut(scratch, 512), cut(scratch, 64)])])
+    one, tile, half, narrower = results[0]
+    assert torch.equal(one, tile) and torch.equal(one, half)
+    assert not torch.equal(one, narrower), "the data must make the order of sums visible"
+
+
 FAULTS = {"a boundary off by a tile": {"y", "x"}, "a wave's gradient not added": {"w_gate_up", "w_down", "b_gate_up", "b_down"},
           "z of the first wave for all": {"x", "w_gate_up"}, "results of the last wave only": {"y", "x"},
           "two experts' sums at once": {"w_gate_up", "w_down", "b_gate_up", "b_down"}}
@@ -242,23 +309,30 @@ def test_faults_are_seen(pool, fault):
 # ---- memory and agreement
 
 def _buffers(process_group, case, cuts, factor):
-    """(rows of every large buffer of a forward and backward pass and of every exchange, z's rows, bytes of all row buffers, capacity)."""
+    """Of one forward and backward pass: rows that arrived in each exchange, rows of z, bytes of all row buffers, capacity, waves whose z is computed again."""
     group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=factor)
     E, (T, K) = case["w_gate_up"].shape[0], case["topk_ids"].shape
     first, count = experts_of_rank(E, group.size, group.rank)
     runtime.rows, exchange, arrived, z_rows = RowBuffers(), group.fabric.exchange_rows, [], []
+    forward_tasks, again = cpu_experts.Experts.forward_tasks, []
+
+    def watched(experts, x, y, z):
+        if y is None:
+            again.append(experts.wave.index)
+        return forward_tasks(experts, x, y, z)
 
     def counted(tensors, send_counts, receive_counts, what):
         if what in ("dispatch", "backward dispatch"):
             arrived.append(sum(receive_counts))
         return exchange(tensors, send_counts, receive_counts, what)
 
-    group.fabric.exchange_rows = counted
+    group.fabric.exchange_rows, cpu_experts.Experts.forward_tasks = counted, watched
     tokens, experts = slice(cuts[group.rank], cuts[group.rank + 1]), slice(first, first + count)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: z_rows.append(t.shape[0]) or t if t.dim() == 2 and t.shape[1] == WIDTH else t, lambda t: t):
         run_case(case, group, tokens, experts)
+    cpu_experts.Experts.forward_tasks = forward_tasks
     capacity = plan_capacity(T * K, count) if factor is None else wave_capacity(factor, T * K, E, count)
-    return arrived, z_rows, runtime.rows.num_bytes(), capacity
+    return arrived, z_rows, runtime.rows.num_bytes(), capacity, again
 
 
 WIDTH = 2 * 24
@@ -269,9 +343,9 @@ def test_routed_buffers_stay_within_the_capacity(pool):
     H, I, cuts, factor = 40, 24, [0, 500, 1000, 1500, 2000], 0.5
     case = global_case(2000, H, I, 4, 2, torch.float32, skew=True, biases=False, shared=False)
     bounded, worst = (pool.run(_buffers, 4, case, cuts, given) for given in (factor, None))
-    for rank, (arrived, z_rows, held, C) in enumerate(bounded):
+    for rank, (arrived, z_rows, held, C, again) in enumerate(bounded):
         assert max(arrived) <= C and sum(arrived) == (2 * 4000 if rank == 0 else 0)
-        assert z_rows == [C]
+        assert z_rows == [C] and again == [1, 2, 3, 4, 5, 6]               # 4000 rows through buffers of 640
         backward = C * (H + 1 + 2 * I + I) + C * 2 * I + 3 * H * I       # dx, d_weight, dz, w*h; z again; sums of one expert
         assert C * (H + 2 * I) * 4 <= held <= backward * 4 * 1.02, (rank, held, backward * 4)
     assert bounded[0][2] < 0.25 * worst[0][2], "what waves are for"
@@ -304,25 +378,43 @@ def test_another_capacity_on_one_rank_raises_on_all(pool):
 
 
 def _compiled(process_group, case, cuts):
+    """Whether compiled calls have eager calls' bits, and how many waves each kind counted."""
     torch._dynamo.reset()
-    group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=ONE_TILE)
-    first, count = experts_of_rank(case["w_gate_up"].shape[0], group.size, group.rank)
-    experts = slice(first, first + count)
-    results = []
-    for last in (cuts[group.rank + 1], cuts[group.rank] + 5):                        # another number of tokens, and of rows, in the second call
-        tokens = slice(cuts[group.rank], last)
-        leaves = [case["x"][tokens].clone().requires_grad_(), case["w_gate_up"][experts].clone().requires_grad_()]
-        compiled = torch.compile(lambda x, w, tokens=tokens: mok.moe(x, case["topk_ids"][tokens], case["topk_weights"][tokens], w, case["w_down"][experts],
-                                                                    group=group), backend="aot_eager", fullgraph=True)
-        both = []
-        for layer in (compiled, getattr(compiled, "_torchdynamo_orig_callable", None) or compiled.__wrapped__):
-            y = layer(*leaves)
+    groups = [mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=ONE_TILE) for _ in range(2)]
+    rank = groups[0].rank
+    first, count = experts_of_rank(case["w_gate_up"].shape[0], groups[0].size, rank)
+
+    def layer(x, w, tokens, group):
+        return mok.moe(x, case["topk_ids"][tokens], case["topk_weights"][tokens], w, case["w_down"][first:first + count], group=group)
+
+    compiled, results = torch.compile(layer, backend="aot_eager", fullgraph=True), []
+    for last in (cuts[rank + 1], cuts[rank] + 5):                                    # another number of tokens, and of rows, in the second call
+        tokens, both = slice(cuts[rank], last), []
+        leaves = [case["x"][tokens].clone().requires_grad_(), case["w_gate_up"][first:first + count].clone().requires_grad_()]
+        for function, group in zip((compiled, layer), groups):
+            y = function(*leaves, tokens, group)
             both.append([y.detach(), *torch.autograd.grad(y, leaves, case["dy"][tokens])])
-        results.append([torch.equal(a, b) for a, b in zip(*both)])
-    return results, group.wave_counts.most
+        results += [torch.equal(a, b) for a, b in zip(*both)]
+    return results, [group.wave_counts for group in groups]
 
 
 def test_compiled_calls_in_waves(pool):
     case = global_case(400, 24, 8, 4, 2, torch.float32, biases=False, shared=False)
-    for results, most in pool.run(_compiled, 2, case, [0, 150, 400]):
-        assert results == [[True] * 3] * 2 and most > 1
+    for results, (compiled, eager) in pool.run(_compiled, 2, case, [0, 150, 400]):
+        assert results == [True] * 6 and compiled == eager and eager.most > 1 and eager.passes == 4
+
+
+def _opcheck(process_group):
+    group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=ONE_TILE)
+    ids = torch.randint(-1, 3, (200, 2), generator=torch.Generator().manual_seed(0))
+    signature = "0|24|10|2|torch.float32|bf16|swiglu|None|[]"
+    arguments = (ids, 3, torch.float32, 24, 10, group.key, signature)
+    torch.library.opcheck(torch.ops.mok.plan.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    x, weights = torch.randn(200, 24), (torch.rand(200, 2), torch.randn(3, 20, 24), torch.randn(3, 24, 10), None, None)
+    plan = torch.ops.mok.plan(*arguments)
+    torch.library.opcheck(torch.ops.mok.moe_forward.default, (x, *weights, [], [], [], plan, None, None, "swiglu", None, "bf16", [-1, -1, -1], True, group.key,
+                                                              signature), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_the_compiler_is_told_of_shapes(pool):
+    pool.run(_opcheck, 1)

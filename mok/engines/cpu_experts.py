@@ -104,12 +104,11 @@ class GradTarget:
     def tile(self, rows: slice, columns: slice) -> GradTarget:
         return replace(self, out=self.out[rows, columns], carried=None if self.carried is None else self.carried[rows, columns])
 
-    def start(self, scratch: Scratch) -> Tensor | None:
-        """The sum over earlier waves in a buffer of its own, None where there is none."""
-        if not self.begun:
-            return None
-        assert self.carried is not None
-        return scratch.like("sum.begun", self.carried).copy_(self.carried)
+    @property
+    def begun_sum(self) -> Tensor | None:
+        """The sum over earlier waves, to be added to in place; None where there is none."""
+        assert self.carried is not None or not self.begun
+        return self.carried if self.begun else None
 
     def finish(self, total: Tensor) -> None:
         """Put the sum, (M, N) in the accumulation dtype, where it belongs."""
@@ -306,7 +305,7 @@ class Experts:
     def row_sum(self, source: Rows, row_weights: Tensor | None, start: int, count: int, target: GradTarget, scratch: Scratch) -> None:
         """target (1, N) = sum over rows of weight * row, OUTER_BLOCK of them at a time, in order."""
         N = target.out.shape[1]
-        total = target.start(scratch)
+        total = target.begun_sum
         if total is None:
             total = scratch.get("row_sum", 1, N, self.math.acc).zero_()
         for first in range(start, start + count, OUTER_BLOCK):
@@ -339,7 +338,7 @@ def _in_turn(first: Task, second: Task, scratch: Scratch) -> None:
 
 
 def _outer_tile(math: TileMath, left: Rows, right: Rows, start: int, count: int, target: GradTarget, scratch: Scratch) -> None:
-    total = target.start(scratch)
+    total = target.begun_sum
     for first in range(0, count, CHUNK_ROWS):
         valid = min(CHUNK_ROWS, count - first)
         rows = -(-valid // CHUNK_ALIGN) * CHUNK_ALIGN

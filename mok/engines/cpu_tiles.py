@@ -122,10 +122,10 @@ class TileMath:
         return self._product(scratch, name, a, data.T if flip else data, None)
 
     def outer(self, scratch: Scratch, name: str, a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
-        """a.T @ b, or total + a.T @ b: a (rows, M), b (rows, N), total contiguous (M, N), all in the accumulation dtype -> (M, N).
+        """a.T @ b, or total + a.T @ b: a (rows, M), b (rows, N), total (M, N), all in the accumulation dtype -> (M, N).
 
         OUTER_BLOCK rows at a time, each block's product added to what came before: cut between two blocks, with `total` handed on, a sum
-        keeps its bits. `total` may be overwritten.
+        keeps its bits. `total` is added to in place.
         """
         for first in range(0, a.shape[0], OUTER_BLOCK):
             left, right = a[first:first + OUTER_BLOCK].T, b[first:first + OUTER_BLOCK].T
