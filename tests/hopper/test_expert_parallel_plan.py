@@ -61,7 +61,8 @@ def test_cut_plan_equals_the_process_group_plan(tokens, K, E):
     for rank, want in enumerate(rank_plans(ids, E, max_tokens)):
         got = expert_parallel_plan.cut_plan(whole, ids[rank].to(DEVICE), E, rank, W, max_tokens)
         assert got.tokens_per_expert.shape[0] == experts_of_rank(E, W, rank)[1]
-        for name, ours, theirs in zip(vars(want), got.tensors(), want.tensors(), strict=True):
+        names = [name for name, value in vars(want).items() if value is not None]
+        for name, ours, theirs in zip(names, got.tensors(), want.tensors(), strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs), (rank, name)
 
 
