@@ -146,11 +146,11 @@ def check_target(target: Target) -> Iterator[Check]:
                 worst[kind] = replace(found, detail=f"worst in {name}, case: {case.why}")
     for name in _OUTPUTS:
         error = worst[name]
-        yield Check(target.engine, str(target.device), _short(target.dtype), name, error.ratio <= 1, error.error, error.allowed, error.detail)
+        yield Check(target.engine, str(target.device), short_name(target.dtype), name, error.ratio <= 1, error.error, error.allowed, error.detail)
     cases = [case for case in BITWISE_CASES if target.serves(case)]
     for promise in target.promises:
         differing = [f"{text}, case: {case.why}" for case in cases for text in _PROMISES[promise](engine, make_problem(case, target, _BITWISE_SEED), target)]
-        yield Check(target.engine, str(target.device), _short(target.dtype), promise, not differing and bool(cases),
+        yield Check(target.engine, str(target.device), short_name(target.dtype), promise, not differing and bool(cases),
                     detail="; ".join(differing[:3]) or _PROMISE_TEXT[promise])
 
 
@@ -300,5 +300,6 @@ def _torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_name(dtype: torch.dtype) -> str:
+    """How tables call a dtype: fp64, fp32, bf16 or fp16."""
     return {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]

@@ -96,7 +96,7 @@ def _engines(num_gpus: int) -> dict[str, Any]:
 
 
 def _cpu_engine() -> dict[str, Any]:
-    return {"engine": "cpu", "available": True, "detail": "bf16, fp32, fp64"}
+    return {"engine": "cpu", "available": True, "detail": "bf16, fp32, fp64, and fp16 through fp32 copies"}
 
 
 # Bytes of GPU memory that one pass uses beside its inputs, results and saved tensors: expressions in the names below, for a layer without

@@ -1,13 +1,18 @@
 """`mok verify` and `mok info`: sound engines pass, each kind of broken one fails the check that is for it, and the exit status says so."""
 from __future__ import annotations
 
+import multiprocessing
+import re
 from dataclasses import replace
+from itertools import pairwise
 
+import broken_ranks
 import pytest
 import torch
-from support import bad_input, run_json
+from support import ROOT, bad_input, run_json
 
-from mok import verify
+import mok
+from mok import verify, verify_ranks
 from mok.cli.info import SCRATCH_FORMULAS, hopper_scratch, scratch_bytes
 from mok.engines.cpu import CpuEngine
 from mok.verify import Case, Target, check_target
@@ -125,7 +130,53 @@ def test_command_prints_a_table_and_json_and_its_status_says_whether_all_passed(
     assert any("FAIL" in line for line in lines)
 
 
+# an expert without routes and tokens of them alone: exact zeros in y
+RANK_CASES = (Case("odd", T=50, H=19, I=11, E=5, K=2, masked=0.6), Case("biases", T=40, H=16, I=8, E=2, K=1, biases=True, shared=((8, True),)))
+
+
+def test_ranks_give_the_bits_of_one(monkeypatch, capsys):
+    monkeypatch.setattr(verify_ranks, "CASES", RANK_CASES)
+    status, document, lines = run_json(capsys, "verify", "--ranks", "1, 3,1", "--device", "cpu")
+    assert status == 0 and document["passed"] and document["ranks"] == [1, 3, 1]
+    assert [(check["dtype"], check["name"]) for check in document["checks"]] == [
+        (dtype, f"P3 {which}, {W}") for W in ("1 rank", "3 ranks") for dtype in ("fp64", "fp32", "bf16") for which in ("forward", "backward")]
+    assert any("12 of 12 checks passed" in line for line in lines) and any("bitwise" in line for line in lines)
+    assert multiprocessing.active_children() == []
+
+
+def test_ranks_that_differ_or_end_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(verify_ranks, "CASES", RANK_CASES[:1])
+    monkeypatch.setattr(verify_ranks, "BODY", broken_ranks.broken)
+    status, document, lines = run_json(capsys, "verify", "--ranks", "2")
+    checks = {(check["dtype"], check["name"].split()[1].rstrip(",")): check for check in document["checks"]}
+    assert status == 1 and document["failed"] == 4 and any("FAIL" in line for line in lines)
+    failing = {key for key, check in checks.items() if not check["passed"]}
+    assert failing == {("fp64", "backward"), ("fp32", "forward"), ("bf16", "forward"), ("bf16", "backward")}
+    assert re.match(r"dw_down differs in 1 of 1045 elements, T of the ranks \[12, 38\], case: odd", checks["fp64", "backward"]["detail"])
+    assert re.match(r"y differs in \d+ of 950 elements", checks["fp32", "forward"]["detail"])
+    assert "rank 1: ended with status 3" in checks["bf16", "forward"]["detail"]
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_raises_fails_every_check_of_its_number(monkeypatch):
+    monkeypatch.setattr(verify_ranks, "CASES", RANK_CASES[:1])
+    checks = verify_ranks.verify_ranks([2], body=broken_ranks.raising)
+    assert len(checks) == 6 and not any(check.passed for check in checks)
+    assert all("rank 1: ValueError: no such expert" in check.detail for check in checks)
+
+
+@pytest.mark.parametrize("W", range(1, 10))
+def test_tokens_are_shared_unequally_and_not_at_all(W):
+    ways = verify_ranks.token_cuts(100, W)
+    counts = [[last - first for first, last in pairwise(cuts)] for cuts in ways]
+    assert all(cuts[0] == 0 and cuts[-1] == 100 and min(held) >= 0 and len(held) == W for cuts, held in zip(ways, counts))
+    assert W == 1 or (len(set(counts[0])) > 1 and 0 in counts[1] and counts[2] == [0] * (W - 1) + [100])
+    assert verify_ranks.token_cuts(8, 2) == [[0, 2, 8], [0, 0, 8], [0, 0, 8]]
+    assert all(verify_ranks.case_for(case, W).E >= W for case in verify_ranks.CASES)
+
+
 def test_bad_arguments_are_refused(capsys):
+    assert "ranks='2' must not be given with compile_only" in bad_input(capsys, "verify", "--ranks", "2", "--compile-only", "sm_90a")
     assert "device='tpu'" in bad_input(capsys, "verify", "--device", "tpu")
     assert "target='sm_12' must be one of" in bad_input(capsys, "verify", "--compile-only", "sm_12")
 
@@ -139,6 +190,21 @@ def test_info_names_engines_versions_and_reasons(capsys):
     if not torch.cuda.is_available():
         assert not engines["hopper"]["available"] and torch.__version__ in engines["hopper"]["detail"]
     assert document["cpu_self_check"].startswith(("ok", "failed"))
+
+
+def test_info_and_readme_say_the_same_of_the_cpus_dtypes(capsys):
+    """What both name runs there, and nothing that runs is left out."""
+    _, document, _ = run_json(capsys, "info")
+    detail = next(entry["detail"] for entry in document["engines"] if entry["engine"] == "cpu")
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("**Supported.**"))
+    assert re.search(r"CPU \((.*?)\)", line).group(1).lower() == detail
+    ids, weights, layer = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), (torch.ones(2, 8, 6), torch.ones(2, 6, 4))
+    for dtype in (d for d in vars(torch).values() if isinstance(d, torch.dtype)):
+        try:
+            y = mok.moe(torch.ones(3, 6).to(dtype), ids, weights, *layer)
+        except (ValueError, RuntimeError):                              # RuntimeError: torch itself cannot make such a tensor
+            continue
+        assert y.dtype == dtype and verify.short_name(dtype) in detail
 
 
 def test_the_real_cases_meet_the_rules_for_bitwise_tests():
