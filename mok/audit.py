@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .arguments import check_path, check_readable_file
+from .arguments import check_integer, check_path, check_readable_file, check_type
 
 FORMAT = 1
 _FIRST_PREVIOUS = "mok run record"
@@ -45,7 +45,8 @@ class Record:
     end: dict[str, Any] | None = None
 
     def state_after(self, step: int) -> Entries:
-        """All that the record says about parameters and optimizer as they were after `step`."""
+        """All that the record says about parameters and optimizer as they were after `step`. ValueError for a step that it does not hold."""
+        check_integer("step", step, 0, len(self.steps) - 1)
         state = {name: value for name, value in self.steps[step].items() if name.startswith(("parameter/", "optimizer/"))}
         for line in (*self.resumes, *([self.end] if self.end else [])):
             if line.get("step", line.get("steps")) == step:
@@ -54,6 +55,7 @@ class Record:
 
     def ranks_at(self, step: int) -> int:
         """How many ranks ran `step`; they may change where the run was resumed."""
+        check_integer("step", step, 0)
         ranks: int = self.header["configuration"]["ranks"]
         for line in self.resumes:
             if line["step"] < step:
@@ -206,6 +208,8 @@ class RecordWriter:
     @staticmethod
     def resume(record: Record, step: int, fingerprint: dict[str, Any], configuration: dict[str, Any], state: Entries) -> RecordWriter:
         """Continue `record` behind `step`; later lines, which the resumed run writes again, and the closing line are dropped."""
+        check_type("record", record, Record, "a record that `read_record` gave")
+        check_integer("step", step, 0, len(record.steps) - 1)
         kept = 0
         previous = _FIRST_PREVIOUS
         for raw in Path(record.path).read_bytes().splitlines(keepends=True):
@@ -219,7 +223,12 @@ class RecordWriter:
         return writer
 
     def step(self, step: int, entries: Entries) -> None:
-        """Append the line of one step."""
+        """Append the line of one step. ValueError for a step that is none, or entries that no line can hold."""
+        check_integer("step", step, 0)
+        check_type("entries", entries, dict, "a dict of a step's entries")
+        for name, value in entries.items():
+            check_type("entries", name, str, "a dict with names as keys")
+            check_type(f"entries[{name!r}]", value, (str, int, float), "a digest or a number")
         self._append({"kind": "step", "step": step, "entries": entries})
 
     def close(self, steps: int, finished: bool, state: Entries) -> str:

@@ -328,6 +328,19 @@ def test_records(tmp_path: Path):
     for value in (None, "record", 1, {}):
         refused("first", compare, value, record)
         refused("second", compare, record, value)
+        refused("record", RecordWriter.resume, value, 0, {}, {}, {})
+    configuration = {"settings": {}, "corpus": {"sha256": ""}, "device": "cpu", "ranks": 1, "threads": 1}
+    writer = RecordWriter.create(tmp_path / "written", {}, configuration)
+    for value in (*NOT_INTEGERS, -1):
+        refused("step", writer.step, value, {})
+        refused("step", record.state_after, value)
+        refused("step", record.ranks_at, value)
+    refused("step", record.state_after, 0)                                              # it holds none yet
+    refused("step", RecordWriter.resume, record, 0, {}, {}, {})
+    for value in (None, "a", [("input", "x")], {1: "x"}, {"input": None}, {"input": torch.ones(1)}):
+        refused("entries", writer.step, 0, value)
+    writer.step(0, {"loss": NAN, "input": "x"})                                         # a run that diverged is a run
+    assert len(read_record(tmp_path / "written", may_be_open=True).steps) == 1
 
 
 def test_the_name_must_begin_the_message():

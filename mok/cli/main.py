@@ -67,8 +67,19 @@ def run_command(arguments: argparse.Namespace) -> Outcome:
         return Outcome(FAILED, f"{prefix}: failed: the pipe that standard output goes to was closed by its reader")
     except (FloatingPointError, OSError, CommandFailed) as error:          # a diverged run; a full disk; a lost rank
         return Outcome(FAILED, f"{prefix}: failed: {_one_line(str(error))}", isinstance(error, PeerFailed))
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        return Outcome(FAILED, f"{prefix}: failed: not enough memory: {_one_line(str(error))}")
     except KeyboardInterrupt:
         return Outcome(INTERRUPTED, f"{prefix}: interrupted")
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether it is what Python, or torch on a CPU or a GPU, raises where memory is short; on a CPU torch has no exception of its own for that."""
+    import torch
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _one_line(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT, TINY, bad_input, run_json, start, write_text
 
 from mok.cli import train
@@ -188,6 +189,19 @@ def test_a_diverged_run_and_a_full_disk_are_one_line_and_status_1(finished, tmp_
     def full(*args):
         raise OSError(28, "No space left on device")
 
+    def large(*args):
+        return torch.empty(2**55)
+
+    def wrong(*args):
+        raise RuntimeError("a fault of this program")
+
+    monkeypatch.setattr("mok.lm.trainer.save_checkpoint", large)
+    assert main([*common, "--out", str(tmp_path / "large")]) == 1
+    line = capsys.readouterr().err.splitlines()
+    assert len(line) == 1 and line[0].startswith("mok train: failed: not enough memory: ")
+    monkeypatch.setattr("mok.lm.trainer.save_checkpoint", wrong)
+    with pytest.raises(RuntimeError, match="a fault of this program"):
+        main([*common, "--out", str(tmp_path / "wrong")])
     monkeypatch.setattr("mok.lm.trainer.save_checkpoint", full)
     assert main([*common, "--out", str(tmp_path / "full")]) == 1
     assert "No space left on device" in capsys.readouterr().err
