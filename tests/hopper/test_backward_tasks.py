@@ -3,28 +3,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import types
-from pathlib import Path
 
 import pytest
+from order_support import load, segments_of
 
-SOURCE = Path(__file__).resolve().parents[2] / "mok" / "engines" / "hopper" / "backward_tasks.py"
 DH, DX, DW_UP, DW_DOWN = range(4)
-
-
-def tasks_module():
-    """backward_tasks.py with the device language replaced by integers, so that the code under test is the code that is compiled."""
-    language = types.SimpleNamespace(constexpr=lambda value: value, tensor=object, where=lambda c, a, b: a if c else b, minimum=min, maximum=max,
-                                     cdiv=lambda a, b: -(-a // b))
-    decorators = types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f)
-    module = types.ModuleType("backward_tasks")
-    code = "\n".join(line for line in SOURCE.read_text().splitlines() if not line.startswith("from "))
-    module.__dict__.update(gluon=decorators, gl=language, aggregate=lambda cls: cls, fresh=lambda value: value)
-    exec(compile(code, str(SOURCE), "exec"), module.__dict__)
-    return module
-
-
-tasks = tasks_module()
+tasks = load("tasks.py", "backward_tasks.py")
 
 ALL = 0b1111
 SIZES = {
@@ -127,34 +111,6 @@ def test_inputs_come_first_and_counts_are_exact(size, wants):
     assert dh == tasks.all_dh_tasks(s) and dx == tasks.all_dx_tasks(s)
 
 
-class Pointer:
-    """A device pointer in the code that runs as Python: pointer + index, then load. A number that a kernel could convert is a `Number`."""
-
-    def __init__(self, values, at=0):
-        self.values, self.at = values, at
-
-    def __add__(self, offset):
-        return Pointer(self.values, self.at + offset)
-
-
-class Number(int):
-    def __floordiv__(self, other):
-        return Number(int(self) // other)
-
-    def to(self, dtype):
-        return int(self)
-
-
-tasks.gl.load = lambda pointer, mask=True, other=0: Number(pointer.values[pointer.at]) if mask else Number(other)
-tasks.gl.int32 = None
-
-
-def segments_of(tiles_of_expert):
-    """(tile_to_expert, expert_offsets) of experts with these numbers of row tiles."""
-    offsets = [0, *itertools.accumulate(128 * tiles for tiles in tiles_of_expert)]
-    return Pointer([e for e, tiles in enumerate(tiles_of_expert) for _ in range(tiles)]), Pointer(offsets)
-
-
 @pytest.mark.parametrize("tiles_of_expert", [(16,) * 8, (3, 0, 40, 1, 1, 17, 5, 0, 2), (1,), (100, 1), (2,) * 50])
 @pytest.mark.parametrize("group", [1, 4, 16, 37])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
@@ -171,7 +127,7 @@ def test_aligned_groups_and_groups_ahead(tiles_of_expert, group, ahead):
             done[slot, tile] = done.get((slot, tile), 0) + 1
         elif kind == DX:
             assert done[slot, tile] == tasks.dh_columns(s, slot)
-    starts = [tasks.group_first(s, segments, g, True) for g in range(-(-tiles // group) + 1)]
+    starts = [tasks.group_first(group, tiles, segments, g, True) for g in range(-(-tiles // group) + 1)]
     assert starts == sorted(starts) and starts[0] == 0 and starts[-1] == tiles and max(b - a for a, b in itertools.pairwise(starts)) <= 2 * group
     borders = {0, tiles, *(offset // 128 for offset in segments[1].values)}
     for g, start in enumerate(starts[1:-1], 1):

@@ -7,7 +7,6 @@ from .backward_pipe import (
     CHUNK,
     COPY_PARTS,
     DH_DONE,
-    NEXT_TASK,
     NUM_STAGES,
     STEP_BYTES,
     TASK_COLUMN,
@@ -41,7 +40,7 @@ from .backward_tasks import (
     width_of,
 )
 from .compat import tma_load
-from .gemm import second_half_is_padding
+from .gemm import second_half_is_padding, take_task
 from .sync import fence_proxy, load_acquire, nap, wait_at_least
 
 
@@ -214,15 +213,6 @@ def _plan_of(s, rows, phase, kind, slot, tile, expert):
 
 
 @gluon.jit
-def _take_task(flags):
-    """Place in the sequence of this CTA's next task: whoever is free takes the next one, so that no CTA is left with the longer kinds.
-
-    Which CTA computes a task changes no bit.
-    """
-    return gl.atomic_add(flags.totals + NEXT_TASK, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
 def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr):
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
     tokens_desc = (dy, x, shared dz, shared wh)."""
@@ -230,7 +220,7 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
     it = gl.program_id(0) * 0
     all_dh = all_dh_tasks(s)
     segments = (rows.tile_to_expert, rows.expert_offsets)
-    taken = _take_task(flags)
+    taken = take_task(flags.totals)
     phase, index = seek(s, segments, it, taken, ALIGN, AHEAD)
     kind, slot, tile, column, expert = locate(s, segments, phase, index, ALIGN, AHEAD)
     expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
@@ -250,7 +240,7 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
         filled = gl.minimum(steps, NUM_STAGES)
         it = _load_steps(s, pipe, it, place, steps, 0, filled, routed, shared_0, shared_1, tokens_desc)
         # The ring is full: now there is time to work out the next task and to look at what it waits for.
-        after = _take_task(flags)
+        after = take_task(flags.totals)
         next_phase, next_index = seek(s, segments, phase, index + after - taken, ALIGN, AHEAD)
         taken = after
         next_kind, next_slot, next_tile, next_column, next_expert = locate(s, segments, next_phase, next_index, ALIGN, AHEAD)

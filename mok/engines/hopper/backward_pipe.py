@@ -151,7 +151,7 @@ class BackwardFlags:
 
     dy_ready[tile]: COPY_PARTS when a routed tile's rows of dy are there. x_ready[expert]: pieces of x copied for an expert. gates_ready[tile]:
     COPY_PARTS when a token tile's shared gates are there. dh_ready[row tile of counter_of]: DH tasks of a tile that are stored. totals: words
-    0 combine ticket, 1 DH tasks stored, 2 DX tasks stored, 3 slot pieces done, 4 CTAs finished, 15 next task.
+    0 combine ticket, 1 DH tasks stored, 2 DX tasks stored, 3 slot pieces done, 4 CTAs finished, then the tickets of the poisoning, 15 tasks taken.
     """
     totals: gl.tensor
     dy_ready: gl.tensor
@@ -173,7 +173,6 @@ class BackwardFlags:
 
 
 TICKET, DH_DONE, DX_DONE, SLOTS_DONE, FINISHED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
-NEXT_TASK = gl.constexpr(15)             # behind the tickets of backward's poisoning
 
 
 @aggregate

@@ -11,7 +11,7 @@ DX(last), so that what a DX task reads was finished about one phase earlier (wit
 expert 0, of shared expert 1, of expert 0, 1, ..., then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP
 before all of DW_DOWN, because what the tasks in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no
 tasks.
-All phases are one sequence, and a CTA that is free takes the next task (backward_load._take_task): a task waits for tasks before it alone, so the CTA
+All phases are one sequence, and a CTA that is free takes the next task (gemm.take_task): a task waits for tasks before it alone, so the CTA
 that holds the earliest unfinished one can always go on.
 
 Example: G = 2, 3 row tiles, one column of each kind, no weight gradients: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2.
@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from .compat import aggregate
 from .sync import fresh
+from .tasks import group_first
 
 TILE_M = gl.constexpr(128)    # rows of a tile, the plan's alignment
 TILE_N = gl.constexpr(256)    # columns of a tile
@@ -149,25 +150,6 @@ def all_dx_tasks(s):
 
 
 @gluon.jit
-def group_first(s, segments, group, ALIGN: gl.constexpr):
-    """First row tile of a routed group, or num_tiles behind the last one. ALIGN: the nearest start of an expert, if one is within half a group.
-
-    segments = (tile_to_expert, expert_offsets). An expert's weights are then read for one group, not for two. Groups may be empty, or twice as long.
-    """
-    first = group * s.group_tiles
-    if ALIGN:
-        inside = (first > 0) & (first < s.num_tiles)
-        tile_to_expert, expert_offsets = segments
-        expert = gl.load(tile_to_expert + first, mask=inside, other=0)
-        start = (gl.load(expert_offsets + expert, mask=inside, other=0) // TILE_M).to(gl.int32)
-        end = (gl.load(expert_offsets + expert + 1, mask=inside, other=0) // TILE_M).to(gl.int32)
-        nearest = gl.where(first - start <= end - first, start, end)
-        near = gl.minimum(first - start, end - first) <= s.group_tiles // 2
-        first = gl.where(inside & near, nearest, first)
-    return gl.minimum(first, s.num_tiles)
-
-
-@gluon.jit
 def phase_group(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """(shared expert or -1, first row tile inside it, row tiles) of a DH or DX phase; 0 row tiles where there is no such group."""
     group = phase // 2 - phase % 2 * AHEAD
@@ -177,8 +159,8 @@ def phase_group(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     exists = (group >= 0) & (2 * group + 2 * AHEAD < s.pair_phases)
     if ALIGN:
         routed = gl.maximum(group - s.shared_groups, 0)
-        routed_first = group_first(s, segments, routed, ALIGN)
-        routed_tiles = group_first(s, segments, routed + 1, ALIGN) - routed_first
+        routed_first = group_first(s.group_tiles, s.num_tiles, segments, routed, ALIGN)
+        routed_tiles = group_first(s.group_tiles, s.num_tiles, segments, routed + 1, ALIGN) - routed_first
         shared_first = (group - slot * per_shared) * s.group_tiles
         first = gl.where(is_shared, shared_first, routed_first)
         tiles = gl.where(is_shared, gl.minimum(s.group_tiles, s.token_tiles - shared_first), routed_tiles)

@@ -30,6 +30,8 @@ class ForwardConfig:
 
     stagger: k-steps between the consumers. copy_vectors: 16-byte loads in flight in a copying thread. sum_vectors: likewise for each of eight
     routes in a summing thread of a mover. debug: roles sleep at random. omit: 1 no dispatch copy, 2 no combine (benchmark's breakdown only).
+    tickets: a free CTA takes the next task, else CTA p takes p, p + grid, ... align: groups of row tiles end where experts end. ahead: groups between
+    a gate/up task and the down tasks that read its h.
     several_ranks: rows come from and results go to the other ranks of a group; always with two mover warps.
     """
     save_z: bool
@@ -38,6 +40,9 @@ class ForwardConfig:
     stagger: int = 1
     copy_vectors: int = 8
     sum_vectors: int = 1
+    tickets: bool = False
+    align: bool = False
+    ahead: int = 1
     debug: bool = False
     omit: int = 0
 
@@ -46,21 +51,23 @@ class ForwardConfig:
             raise ValueError(f"mover_warps={self.mover_warps} must be one of {MOVER_WARPS}")
         if self.several_ranks and self.mover_warps != MOVER_WARPS[-1]:
             raise ValueError(f"mover_warps={self.mover_warps} must be {MOVER_WARPS[-1]} on several ranks")
+        if self.ahead < 1:
+            raise ValueError(f"ahead={self.ahead} must be at least 1")
         if not 0 <= self.stagger < NUM_STAGES.value:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
         # 2 * 192 + 120 = 3 * 168 registers: what three warpgroups may have. With 208 and 88 the movers spill (88 bytes of stack, 24 now).
         return {"SAVE_Z": int(self.save_z), "MOVER_WARPS": self.mover_warps, "STAGGER": self.stagger, "COPY_VECTORS": self.copy_vectors,
-                "SUM_VECTORS": self.sum_vectors, "EP": int(self.several_ranks), "DEBUG": int(self.debug), "OMIT": self.omit,
-                "CONSUMER_REGISTERS": 192, "HELPER_REGISTERS": 120}
+                "SUM_VECTORS": self.sum_vectors, "EP": int(self.several_ranks), "TICKETS": int(self.tickets), "ALIGN": int(self.align),
+                "AHEAD": self.ahead, "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 192, "HELPER_REGISTERS": 120}
 
 
 INTEGERS = ["T", "K", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
             "has_bias_down", "gated", "activation"]
 WIDTHS = ["H", "I", "shared_I_0", "shared_I_1"]   # specialised on being multiples of 16, which they always are: no second binary
-UNALIGNED = ["row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up", "bias_down", "gate_0",
-             "gate_1", "state"]
+UNALIGNED = ["row_to_slot", "row_to_rank", "expert_offsets", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up",
+             "bias_down", "gate_0", "gate_1", "state"]
 
 
 @gluon.jit
@@ -88,8 +95,8 @@ def _begin_launch(state, capacity):
 def _consumer(s, flags, pipe, queue, out, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
               WG: gl.constexpr, SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, SUM_VECTORS: gl.constexpr, EP: gl.constexpr, OMIT: gl.constexpr,
               DEBUG: gl.constexpr):
-    if EP:
-        stage_tokens(s, t, flags, 8, WG, DEBUG)
+    if WG == 1 and EP:
+        stage_tokens(s, t, flags, 8, DEBUG)
     if WG == 1 and OMIT != 2:
         list_tokens(s, t, flags, 4, EP)
     consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG, SAVE_Z, STAGGER, DEBUG)
@@ -112,9 +119,9 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                     x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, num_tiles_ptr, topk_weights, order, bias_up, bias_down,
                     gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, num_shared, x_stride_8, capacity, group_tiles,
                     row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
-                    row_to_rank, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
-                    SUM_VECTORS: gl.constexpr, EP: gl.constexpr, DEBUG: gl.constexpr,
-                    OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+                    row_to_rank, expert_offsets, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
+                    SUM_VECTORS: gl.constexpr, EP: gl.constexpr, TICKETS: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
+                    DEBUG: gl.constexpr, OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     pipe = Pipe(gl.allocate_shared_memory(gl.bfloat16, [NUM_STAGES, BLOCK_M, BLOCK_K], rows_desc.layout),
@@ -151,8 +158,8 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                      0, SAVE_Z, STAGGER, SUM_VECTORS, EP, OMIT, DEBUG)),
         (_consumer, (s, flags, pipe, queue, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
                      1, SAVE_Z, STAGGER, SUM_VECTORS, EP, OMIT, DEBUG)),
-        (producer, (s, flags, pipe, queue, rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
-                    shared_up_1, shared_down_1, tile_to_expert, row_to_slot, DEBUG)),
+        (producer, (s, flags, pipe, queue, (rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
+                                            shared_up_1, shared_down_1), tile_to_expert, expert_offsets, row_to_slot, TICKETS, ALIGN, AHEAD, DEBUG)),
         (storer, (s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z, DEBUG)),
         (_mover, (s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])

@@ -36,7 +36,8 @@ BOXES = {"rows_desc": (128, 64), "up_desc": (1, 2, 128, 64), "hidden_desc": (128
          "shared_up_0": (2, 128, 64), "shared_down_0": (256, 64), "shared_z_0": (64, 1, 64), "shared_up_1": (2, 128, 64), "shared_down_1": (256, 64),
          "shared_z_1": (64, 1, 64)}
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4)}
-_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32"}
+_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32",
+                  "expert_offsets": "*i64"}
 _STATE, _CAPACITY = (_forward_kernel.arg_names.index(name) for name in ("state", "capacity"))
 _ALIGNED = ("x", "ring", "results", "out", *WIDTHS)
 
@@ -136,6 +137,9 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
         tensors, widths = replace(tensors, shared=()), []             # TMA cannot describe an array without rows
     config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
     grain = grain or granularity(options.overlap, H, I)
+    longest = grain.group * (2 if config.align else 1)
+    if grain.row_ring < longest or grain.hidden_ring < (config.ahead + 1) * longest:
+        raise ValueError(f"{grain} must have row_ring >= {longest} and hidden_ring >= {(config.ahead + 1) * longest} for {config}")
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
     sizes = scratch_sizes(T, H, I, rows, widths, grain)
@@ -220,7 +224,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
             grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
-            plan.row_to_rank]
+            plan.row_to_rank, plan.expert_offsets]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,

@@ -97,47 +97,72 @@ class Order:
 
 
 @gluon.jit
-def make_order(s):
+def make_order(s, AHEAD: gl.constexpr):
     group_tiles = fresh(s.group_tiles)
     per_shared = gl.cdiv(token_tiles(s), group_tiles)
     before = fresh(s.num_shared) * per_shared
-    return Order(group_tiles, s.num_tiles, token_tiles(s), per_shared, before, 2 * (before + gl.cdiv(s.num_tiles, group_tiles)) + 2)
+    return Order(group_tiles, s.num_tiles, token_tiles(s), per_shared, before, 2 * (before + gl.cdiv(s.num_tiles, group_tiles)) + 2 * AHEAD)
 
 
 @gluon.jit
-def phase_group(o, phase):
+def group_first(group_tiles, num_tiles, segments, group, ALIGN: gl.constexpr):
+    """First row tile of a routed group, or num_tiles behind the last one. ALIGN: the nearest start of an expert, if one is within half a group.
+
+    segments = (tile_to_expert, expert_offsets). An expert's weights are then read for one group, not for two. Groups may be empty, or twice as long.
+    """
+    first = group * group_tiles
+    if ALIGN:
+        inside = (first > 0) & (first < num_tiles)
+        tile_to_expert, expert_offsets = segments
+        expert = gl.load(tile_to_expert + first, mask=inside, other=0)
+        start = (gl.load(expert_offsets + expert, mask=inside, other=0) // BLOCK_M).to(gl.int32)
+        end = (gl.load(expert_offsets + expert + 1, mask=inside, other=0) // BLOCK_M).to(gl.int32)
+        nearest = gl.where(first - start <= end - first, start, end)
+        near = gl.minimum(first - start, end - first) <= group_tiles // 2
+        first = gl.where(inside & near, nearest, first)
+    return gl.minimum(first, num_tiles)
+
+
+@gluon.jit
+def phase_group(o, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """(shared expert or -1, first row tile inside it, row tiles) of a phase; 0 row tiles where there is no such group."""
-    group = phase // 2 - phase % 2
+    group = phase // 2 - phase % 2 * AHEAD
     is_shared = group < o.shared_groups
     second = group >= o.groups_of_shared                  # there are at most two shared experts
     slot = gl.where(is_shared, second.to(gl.int32), -1)
     inside = gl.where(is_shared, gl.where(second, group - o.groups_of_shared, group), group - o.shared_groups)
     first = inside * o.group_tiles
     tiles = gl.minimum(o.group_tiles, gl.where(is_shared, o.token_tiles, o.num_tiles) - first)
+    if ALIGN:
+        routed = gl.maximum(inside, 0)
+        routed_first = group_first(o.group_tiles, o.num_tiles, segments, routed, ALIGN)
+        routed_tiles = group_first(o.group_tiles, o.num_tiles, segments, routed + 1, ALIGN) - routed_first
+        first = gl.where(is_shared, first, routed_first)
+        tiles = gl.where(is_shared, tiles, routed_tiles)
     return slot, first, gl.where(group < 0, 0, gl.maximum(tiles, 0))
 
 
 @gluon.jit
-def _phase_tasks(s, o, phase):
-    slot, _, tiles = phase_group(o, phase)
+def _phase_tasks(s, o, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+    slot, _, tiles = phase_group(o, segments, phase, ALIGN, AHEAD)
     return tiles * gl.where(phase % 2 == 0, up_columns_of(s, slot), down_columns(s))
 
 
 @gluon.jit
-def seek(s, o, phase, index):
+def seek(s, o, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """The task `index` places after the start of `phase`, as (phase, index inside that phase); phase == num_phases at the end."""
-    tasks = _phase_tasks(s, o, phase)
+    tasks = _phase_tasks(s, o, segments, phase, ALIGN, AHEAD)
     while (phase < o.num_phases) & (index >= tasks):
         index -= tasks
         phase += 1
-        tasks = _phase_tasks(s, o, phase)
+        tasks = _phase_tasks(s, o, segments, phase, ALIGN, AHEAD)
     return phase, index
 
 
 @gluon.jit
-def locate(o, phase, index):
+def locate(o, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     """(is a down task, shared expert or -1, row tile inside it, column tile) of a task."""
-    slot, first, tiles = phase_group(o, phase)
+    slot, first, tiles = phase_group(o, segments, phase, ALIGN, AHEAD)
     # exact below 2^20 tasks a phase (launch.granularity sees to that): the nearest integer is at least 0.5 / tiles away
     column = ((index.to(gl.float32) + 0.5) / gl.maximum(tiles, 1).to(gl.float32)).to(gl.int32)
     return phase % 2 == 1, slot, first + index - column * tiles, column
