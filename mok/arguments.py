@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 2**31 - 1       # of a count or a size: what int32 indices and every library's own sizes can hold
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,17 +95,22 @@ def check_path(name: str, value: Any) -> Path:
     try:
         os.lstat(text)
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL):
-            raise ValueError(f"{name}={kind_of(text)} must be a path that can exist: {error.strerror}") from None
+        if error.errno not in _NOT_THERE:                        # too long a name, a folder that may not be searched, a loop of links
+            raise ValueError(f"{name}={kind_of(text)} must be a path that can be used: {error.strerror}") from None
     except ValueError:                                           # characters that the file system's encoding lacks
-        raise ValueError(f"{name}={text!r} must be a path that can exist") from None
+        raise ValueError(f"{name}={text!r} must be a path that can be used") from None
     return Path(text)
 
 
 def check_readable_file(name: str, value: Any, *, pipe: bool = False) -> Path:
     """The path; ValueError naming it where it is a device, a socket or (unless `pipe`) a pipe: those may never end, or be read only once."""
     path = check_path(name, value)
-    mode = path.stat().st_mode if path.exists() else stat.S_IFREG
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise ValueError(f"{name}={str(path)!r} cannot be read: {error.strerror}") from None
+        return path
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipe and stat.S_ISFIFO(mode))):
         raise ValueError(f"{name}={str(path)!r} must be a regular file: it is a device, a pipe or a socket")
     return path

@@ -28,19 +28,22 @@ SETTINGS = {
     "--batch-size": COUNTS, "--accumulate": (*COUNTS, "3"), "--learning-rate": (*NUMBERS, "0"), "--warmup-steps": (*FROM_ZERO, LONG), "--weight-decay": NUMBERS,
     "--grad-clip": (*NUMBERS, "0"), "--eval-every": COUNTS, "--save-every": (*FROM_ZERO, LONG), "--eval-tokens": COUNTS,
 }
-DATA = (*PATHS, "{tmp}/none", "{tmp}/empty", "{tmp}/bytes", "{tmp}/folder", "{tmp}/pipe", "/dev/zero", "/dev/null", "/dev/tty", "{tmp}/text/below")
+DATA = (*PATHS, "{tmp}/loop", "{tmp}/loop/below", "{tmp}/none", "{tmp}/empty", "{tmp}/bytes", "{tmp}/folder", "{tmp}/pipe", "/dev/zero", "/dev/null",
+        "/dev/tty", "{tmp}/text/below")
 # command -> option (or positional) -> (values, the other arguments)
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "train": {**SETTINGS, "--data": DATA, "--out": (*PATHS, "{tmp}/text", "{tmp}/text/below", "{tmp}", "/dev/zero"), "--device": DEVICES,
-              "--resume": (*PATHS, "{tmp}/none", "{tmp}/folder", "{tmp}/text", "/dev/zero"),
-              "--audit": (*PATHS, "{tmp}/text", "{tmp}/none/record", "{tmp}/folder", "/dev/zero"), "--ranks": (*COUNTS, "5"), "--timeout": SECONDS,
+    "train": {**SETTINGS, "--data": DATA, "--out": (*PATHS, "{tmp}/loop", "{tmp}/text", "{tmp}/text/below", "{tmp}", "/dev/zero"),
+              "--device": DEVICES,
+              "--resume": (*PATHS, "{tmp}/loop", "{tmp}/none", "{tmp}/folder", "{tmp}/text", "/dev/zero"),
+              "--audit": (*PATHS, "{tmp}/loop", "{tmp}/loop/below", "{tmp}/text", "{tmp}/none/record", "{tmp}/folder", "/dev/zero"), "--ranks": (*COUNTS, "5"), "--timeout": SECONDS,
               "--sample-bytes": (*FROM_ZERO, LONG)},
     "verify": {"--device": DEVICES, "--compile-only": ("", "sm_12", TOO_LONG), "--ranks": ("", "a", "0", "-1", "1.5", "nan", "1,", ",", "2,2,a", LONG, "4096")},
     "bench": {"--device": DEVICES, "--shape": ("", "huge", *SIZES), "--thiek": SIZES, "--pass": ("", "sideways"), "--block-ms": (*NUMBERS, "0", "1e300"),
               "--breakdown": (None,)},
-    "audit": {"action": ("", "explain"), "files": (*PATHS, "{tmp}/none", "{tmp}/empty", "{tmp}/text", "{tmp}/folder", "/dev/zero", "/dev/null"),
+    "audit": {"action": ("", "explain"), "files": (*PATHS, "{tmp}/loop", "{tmp}/none", "{tmp}/empty", "{tmp}/text", "{tmp}/folder", "/dev/zero", "/dev/null"),
               "--data": DATA, "--steps": (*FROM_ZERO, LONG), "--timeout": SECONDS, "--anyway": (None,)},
-    "export": {"run": (*PATHS, "{tmp}/none", "{tmp}/folder", "{tmp}/text", "/dev/zero"), "out": (*PATHS, "{tmp}/folder", "{tmp}/text", "{tmp}/text/below")},
+    "export": {"run": (*PATHS, "{tmp}/none", "{tmp}/folder", "{tmp}/text", "/dev/zero"),
+               "out": (*PATHS, "{tmp}/loop", "{tmp}/folder", "{tmp}/text", "{tmp}/text/below")},
     "import": {**{name: values for name, values in SETTINGS.items() if name not in ("--config", "--moe-impl")},
                "folder": (*PATHS, "{tmp}/none", "{tmp}/folder", "{tmp}/text", "/dev/zero"), "out": (*PATHS, "{tmp}/folder/", "{tmp}/text"), "--data": DATA},
     "info": {},
@@ -57,6 +60,7 @@ def made(tmp_path_factory) -> Path:
     (folder / "folder").mkdir()
     os.mkfifo(folder / "folder" / "pipe")
     os.mkfifo(folder / "pipe")
+    (folder / "loop").symlink_to(folder / "loop")
     run = [*TINY, "--data", str(folder / "text"), "--steps", "1", "--sample-bytes", "0"]
     assert main(["train", *run, "--out", str(folder / "run"), "--audit", str(folder / "record")]) == 0
     assert main(["export", str(folder / "run"), str(folder / "exported")]) == 0
