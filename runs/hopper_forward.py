@@ -3,8 +3,8 @@
     PYTHONPATH=. python3 runs/hopper_forward.py --out OUT.json                        the published table
     PYTHONPATH=. python3 runs/hopper_forward.py --sweep "stagger=0" "group=8" ...    variants of one setting, no-grad, one line each
 
-Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_vectors, sum_vectors, mover_warps, tickets, align, ahead, omit, group,
-row_ring, hidden_ring, save (0 or 1).
+Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_vectors, sum_vectors, mover_warps, tickets, align, ahead,
+omit, group, row_ring, hidden_ring, save (0 or 1).
 """
 from __future__ import annotations
 
