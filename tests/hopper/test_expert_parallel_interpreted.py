@@ -199,8 +199,8 @@ class Simulation:
     def _consumer(self, s, t, flags, wg: int, multiplied: threading.Event) -> None:
         m = self.modules
         time.sleep(self.slow * (self.gl.local.program > 0))
-        m["expert_parallel_move"].stage_tokens(s, t, flags, 1, wg, 1)
         if wg == 1:
+            m["expert_parallel_move"].stage_tokens(s, t, flags, 1, 1)
             m["move"].list_tokens(s, t, flags, 4, 1)
         multiplied.wait()                                                     # consumers sum after their last GEMM task
         m["move"].finish_combine(s, t, flags, 2, 4, 1, 1)
@@ -264,8 +264,8 @@ def test_every_token_is_summed_to_the_bit(name, seed):
 MOVE, PLAN, COMBINE = "expert_parallel_move", "expert_parallel_plan", "move"
 FAULTS = {
     "pulls before x_ready": (MOVE, "    wait_for_all(flags.control, X_READY, t.epoch, WAIT_PEER_ROWS)\n", ""),
-    "x_ready before all have staged": (MOVE, "    if staged == 2 * gl.num_programs(0) - 1:", "    if staged == 0:"),
-    "the counters of the last launch stay": (MOVE, "    if WG == 1:", "    if WG == 2:"),
+    "x_ready before all have staged": (MOVE, "    if staged == gl.num_programs(0) - 1:", "    if staged == 0:"),
+    "the counters of the last launch stay": (MOVE, "    for first in range(gl.program_id(0) * 128, fresh(s.T),", "    for first in range(gl.program_id(0) * 128, 0,"),
     "a push before the results": (MOVE, "        elif finished == 1:", "        elif push < pieces:"),
     "a pull into a place in use": (MOVE, "        if (piece < pieces) & (tile >= s.row_ring):", "        if (piece < pieces) & (tile < 0):"),
     "a result to the wrong slot": (MOVE, "row), 0), gl.maximum(slot, 0)", "row), 0), gl.maximum(slot ^ 1, 0)"),

@@ -1,6 +1,6 @@
 """Mover side of the forward kernel on several ranks: rows of x are pulled from their home ranks, results pushed home and summed there (DESIGN 6).
 
-First the consumers of every CTA copy their share of this rank's tokens into the buffer that peers read and zero their share of the counters of
+First consumer 1 of every CTA copies its share of this rank's tokens into the buffer that peers read and zeroes its share of the counters of
 arrived results; the last to finish publishes `x_ready`. Movers then, in this order of preference: pull 16 rows into the ring, push 16 finished
 results into their tokens' slots at home, sum a complete token. Nothing that they wait for waits for them: a pull waits for GEMM tasks
 of earlier tiles, a push for GEMM tasks of its own tile, a sum for pushes; the buffers pushed from and to hold every row, so no push waits for room.
@@ -32,11 +32,11 @@ from .tasks import BLOCK_M, down_columns, up_columns_of
 
 
 @gluon.jit
-def stage_tokens(s, t, flags, VECTORS: gl.constexpr, WG: gl.constexpr, DEBUG: gl.constexpr):
+def stage_tokens(s, t, flags, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
     """Copy this rank's tokens to where peers read them, zero the counters of arrived results, publish `x_ready` (rule 5).
 
-    By both consumers of every CTA, which have nothing to multiply yet. Consumer 1 zeroes, before it takes part in the sort of tokens that every role
-    waits for before it sums: so nobody takes the last launch's counts for this one's.
+    By consumer 1 of every CTA, which has nothing to multiply yet, before it takes part in the sort of tokens that every role waits for before it
+    sums: so nobody takes the last launch's counts for this one's. (By both consumers, or before the roles start, a multiply loop spills: Triton 3.6.)
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     ROWS: gl.constexpr = 8
@@ -46,7 +46,7 @@ def stage_tokens(s, t, flags, VECTORS: gl.constexpr, WG: gl.constexpr, DEBUG: gl
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     buffer = rows_at(t.out, gl.load(peers_of(flags.control) + OWN_X))
     arrived = own_page(flags.control) + TOKEN_ARRIVED
-    for first in range((gl.program_id(0) * 2 + WG) * ROWS, fresh(s.T), gl.num_programs(0) * (2 * ROWS)):
+    for first in range(gl.program_id(0) * ROWS, fresh(s.T), gl.num_programs(0) * ROWS):
         token = (first + rows).to(gl.int64)
         inside = first + rows < s.T
         source = t.x + token * (fresh(t.x_stride) * 8)
@@ -54,13 +54,12 @@ def stage_tokens(s, t, flags, VECTORS: gl.constexpr, WG: gl.constexpr, DEBUG: gl
             mask = inside[:, None] & (c + columns < s.H)[None, :]
             value = gl.load(source[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
             gl.store(buffer + (token * s.H)[:, None] + (c + columns)[None, :], value, mask=mask)
-    if WG == 1:
-        for first in range(gl.program_id(0) * 128, fresh(s.T), gl.num_programs(0) * 128):
-            gl.store(arrived + first + lanes, lanes * 0, mask=first + lanes < s.T)
-    nap(gl.program_id(0) * 31 + t.epoch + WG, DEBUG)
+    for first in range(gl.program_id(0) * 128, fresh(s.T), gl.num_programs(0) * 128):
+        gl.store(arrived + first + lanes, lanes * 0, mask=first + lanes < s.T)
+    nap(gl.program_id(0) * 31 + t.epoch, DEBUG)
     thread_barrier()                          # the whole role's stores before its arrival ...
     staged = gl.atomic_add(flags.counters + SET_STAGED, 1, sem="acq_rel", scope="gpu")
-    if staged == 2 * gl.num_programs(0) - 1:  # ... and every arrival before the signal
+    if staged == gl.num_programs(0) - 1:      # ... and every CTA's arrival before the signal
         signal_all(flags.control, X_READY, t.epoch)
 
 
