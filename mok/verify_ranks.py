@@ -1,6 +1,7 @@
 """Checks promise P3 on this machine: the layer on several ranks, processes that share a gloo group, against one rank, to the bit."""
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -189,11 +190,9 @@ class RankProcesses:
         """function(group, *args) on every rank, its results in rank order. RankFailed where any raised, ended or was silent for too long."""
         request = pickle.dumps((function, args))
         deadline = time.monotonic() + _START_S + 2 * _TIMEOUT_S
-        try:
-            for pipe in self._pipes:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):                        # a rank that has ended; how shows below
                 pipe.send_bytes(request)
-        except OSError:
-            pass                                                      # a rank that has ended; what it was shows below
         answers: dict[int, tuple[Any, str]] = {}
         while len(answers) < len(self._pipes):
             waiting = [rank for rank in range(len(self._pipes)) if rank not in answers]
@@ -213,11 +212,10 @@ class RankProcesses:
     def _answer(self, rank: int) -> tuple[Any, str]:
         """(result, "" or what went wrong) of a rank that has answered or ended."""
         pipe, process = self._pipes[rank], self._processes[rank]
-        try:
+        with contextlib.suppress(EOFError, OSError):
             if pipe.poll():
                 return pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            process.join(_GRACE_S)
+        process.join(_TIMEOUT_S)                                      # the system closes its files first, and then says how it ended
         return None, f"ended with status {process.exitcode}"
 
 

@@ -245,5 +245,5 @@ def test_a_replica_that_differs_is_named(pool):
 def test_ranks_need_a_way_to_combine():
     model = Model()
     for wrong in ({"rank": 2, "world_size": 2, "combine": copy.copy}, {"world_size": 2}, {"combine": copy.copy}):
-        with pytest.raises(ValueError, match="^(rank|combine)="):
+        with pytest.raises(ValueError, match=r"^(rank|combine)="):
             StepRecorder(model, None, lambda step, entries: None, **wrong)

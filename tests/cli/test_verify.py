@@ -154,7 +154,7 @@ def test_ranks_that_differ_or_end_are_named(monkeypatch, capsys):
     assert failing == {("fp64", "backward"), ("fp32", "forward"), ("bf16", "forward"), ("bf16", "backward")}
     assert re.match(r"dw_down differs in 1 of 1045 elements, T of the ranks \[12, 38\], case: odd", checks["fp64", "backward"]["detail"])
     assert re.match(r"y differs in \d+ of 950 elements", checks["fp32", "forward"]["detail"])
-    assert "rank 1: ended with status 3" in checks["bf16", "forward"]["detail"]
+    assert "rank 1: ended with status 3" in checks["bf16", "forward"]["detail"], checks["bf16", "forward"]
     assert multiprocessing.active_children() == []
 
 
