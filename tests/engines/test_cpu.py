@@ -198,12 +198,16 @@ def test_unwanted_gradients_cost_no_buffers(monkeypatch):
     """No row buffer, no product for what is frozen: counted, not timed."""
     case = make_case(64, 32, 16, 2, 1, torch.float32)
     products = []
-    for kind in ("_product", "outer"):
-        def counted(self, scratch, name, *rest, original=getattr(cpu_tiles.TileMath, kind)):
+
+    def counting(original):
+        def counted(self, scratch, name, *rest):
             products.append(name)
             return original(self, scratch, name, *rest)
 
-        monkeypatch.setattr(cpu_tiles.TileMath, kind, counted)
+        return counted
+
+    for kind in ("_product", "outer"):
+        monkeypatch.setattr(cpu_tiles.TileMath, kind, counting(getattr(cpu_tiles.TileMath, kind)))
     for wants, expected in ((Wants(), set()), (Wants(x=True), {"dh", "dx"}), (Wants(topk_weights=True), {"dh"}), (Wants(w_down=True), {"outer"}),
                             (Wants(b_down=True), set()), (Wants(w_gate_up=True), {"dh", "outer"}), (Wants(b_gate_up=True), {"dh"})):
         case_b = replace(case, tensors=replace(case.tensors, b_gate_up=torch.zeros(2, 32), b_down=torch.zeros(2, 32)))
