@@ -19,7 +19,7 @@ TARGETS = {"sm_90a": 90}
 def compile_report(target: str = "sm_90a") -> list[dict[str, Any]]:
     """One entry for each compiled variant: {kernel, registers, spills, stack_bytes, shared_bytes, mma_instructions}.
 
-    Names hold `forward` or `backward`.
+    Names hold `forward` or `backward`, and `ranks` where the launch communicates with other ranks.
 
     Raises ValueError for a target that these kernels are not written for, RuntimeError where Triton or its CUDA tools are missing.
     """
@@ -47,6 +47,7 @@ def compile_variants(capability: int) -> list[tuple[str, Any]]:
     """(name, Triton's compiled kernel) of every production variant."""
     try:
         from .backward_launch import variants as backward_variants
+        from .launch import group_variants
         from .launch import variants as forward_variants
     except ImportError as error:
         raise RuntimeError(f"the Hopper kernels need Triton with Gluon, 3.6 or newer: {error}") from error
@@ -54,7 +55,7 @@ def compile_variants(capability: int) -> list[tuple[str, Any]]:
     from triton.compiler.compiler import compile as triton_compile
 
     compiled = []
-    for name, source, options in [*forward_variants(), *backward_variants()]:
+    for name, source, options in [*forward_variants(), *group_variants(), *backward_variants()]:
         compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
     return compiled
 
