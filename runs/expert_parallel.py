@@ -1,0 +1,170 @@
+"""Several ranks on one GPU against one rank on as many multiprocessors, same global work: first the bits, then the time of plan + forward.
+
+    PYTHONPATH=. python3 runs/expert_parallel.py --ranks 4 --commit HASH --out OUT.json
+
+Every rank is a process, a client of a private MPS daemon with its share of the multiprocessors. Rank r has a quarter (T / W) of the tokens of the Kimi K2 rank
+shape and its block of the experts. Its y must equal, bit for bit, that part of what one rank's engine computes for all tokens.
+
+Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted), `host_us` the host's time for plan + forward.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SHAPES = {"kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2), "qwen3-30b-a3b": (32768, 2048, 768, 128, 8), "tiny": (2048, 512, 256, 8, 2)}
+
+
+def problem(T: int, H: int, I: int, E: int, K: int) -> tuple[torch.Tensor, ...]:
+    """(ids, x, weights of the routes, w_gate_up, w_down), the same in every process."""
+    torch.manual_seed(0)
+    x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
+    up = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16).mul_(H**-0.5)
+    down = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16).mul_(I**-0.5)
+    scores, ids = torch.randn(T, E, device="cuda").topk(K)
+    return ids, x, scores.softmax(-1).contiguous(), up, down
+
+
+def timed(call: Any, count: int, blocks: int, together: Any) -> tuple[list[float], float]:
+    """(ms of a call in each block, us of host time of a call); `together` lines ranks up before each block."""
+    times, host = [], []
+    for _ in range(blocks):
+        torch.cuda.synchronize()
+        together()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        started = time.perf_counter()
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        host.append((time.perf_counter() - started) / count * 1e6)
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / count)
+    return times, statistics.median(host)
+
+
+def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, count: int, blocks: int, results: Any) -> None:
+    """One rank: build the group, compare with one rank's engine, time."""
+    import mok
+    from mok.engines.hopper.engine import HopperEngine
+    from mok.engines.protocol import MoETensors, PassOptions
+    from mok.plan import experts_of_rank
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=rank, world_size=W)
+    T, H, I, E, K = shape
+    ids, x, weights, up, down = problem(*shape)
+    mine = slice(rank * T // W, (rank + 1) * T // W)
+    first, owned = experts_of_rank(E, W, rank)
+    started = time.perf_counter()
+    group = mok.ExpertGroup(num_experts=E, max_tokens=-(-T // W), hidden_size=H, top_k=K, timeout_s=10).fused
+    built = time.perf_counter() - started
+    if group is None:
+        raise RuntimeError("this group's launches do not communicate")
+    own_ids = ids[mine].contiguous()
+    tensors = MoETensors(x[mine], weights[mine], up[first:first + owned], down[first:first + owned])
+    options = PassOptions(save_for_backward=save)
+
+    def call() -> torch.Tensor:
+        return group.forward(group.build_plan(own_ids, owned, "benchmark"), tensors, options)[0]
+
+    y = call()
+    torch.cuda.synchronize()
+    mok.check()
+    dist.barrier()
+    engine = HopperEngine()
+    whole = engine.forward(engine.build_plan(ids, E), MoETensors(x, weights, up, down), options)[0][mine]
+    torch.cuda.synchronize()
+    differing = int((y != whole).any(1).sum())
+    del whole
+    dist.barrier()
+    timed(call, count, 1, dist.barrier)                                    # warm
+    times, host = timed(call, count, blocks, dist.barrier)
+    mok.check()
+    results.put({"rank": rank, "differing_tokens": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
+                 "rows": int(group.build_plan(own_ids, owned, "benchmark").expert_offsets[-1])})
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def one_rank(shape: tuple[int, ...], save: bool, sms: int, count: int, blocks: int, results: Any) -> None:
+    """The same work by one rank's engine on `sms` multiprocessors."""
+    from mok.config import Overlap
+    from mok.engines.hopper.engine import HopperEngine
+    from mok.engines.protocol import MoETensors, PassOptions
+
+    ids, x, weights, up, down = problem(*shape)
+    engine, tensors = HopperEngine(), MoETensors(x, weights, up, down)
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    options = PassOptions(save_for_backward=save, overlap=Overlap(reserve_sms=total - sms))
+
+    def call() -> torch.Tensor:
+        return engine.forward(engine.build_plan(ids, shape[3]), tensors, options)[0]
+
+    timed(call, count, 1, lambda: None)
+    times, host = timed(call, count, blocks, lambda: None)
+    results.put({"ms": times, "host_us": host, "gpu": torch.cuda.get_device_name(), "sms": sms})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--shape", choices=SHAPES, default="kimi-k2-ep64-rank")
+    parser.add_argument("--save", action="store_true", help="keep what backward needs")
+    parser.add_argument("--calls", type=int, default=20, help="of a block")
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    import triton
+
+    from mok.fabric.mps import PrivateMps
+
+    shape, W, context = SHAPES[args.shape], args.ranks, mp.get_context("spawn")
+    T, H, I, E, K = shape
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder, PrivateMps(W) as mps, mps.inherited():
+        processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, args.save, args.calls, args.blocks, results)) for r in range(W)]
+        for process in processes:
+            process.start()
+        outcomes = sorted((results.get(timeout=180) for _ in range(W)), key=lambda outcome: outcome["rank"])
+        for process in processes:
+            process.join(30)
+    alone_process = context.Process(target=one_rank, args=(shape, args.save, sum(o["blocks"] for o in outcomes), args.calls, args.blocks, results))
+    alone_process.start()
+    alone = results.get(timeout=120)
+    alone_process.join(30)
+    group_ms = [max(blocks) for blocks in zip(*(outcome["ms"] for outcome in outcomes), strict=True)]      # a step is over when the last rank is
+    flops = 6 * T * K * H * I / 1e9
+    common = {"shape": args.shape, "thiek": list(shape), "pass": "forward" if args.save else "forward-no-grad", "precision": "bf16"}
+    entries = []
+    for impl, times, host in ((f"mok, {W} ranks", group_ms, max(o["host_us"] for o in outcomes)), ("mok, 1 rank", alone["ms"], alone["host_us"])):
+        ms = statistics.median(times)
+        entries.append({**common, "impl": impl, "ms": ms, "tflops": flops / ms, "spread": (max(times) - min(times)) / ms / 2, "host_us": host})
+        print(f"{impl:16s} {ms:8.3f} ms {flops / ms:7.1f} TFLOP/s  host {host:.0f} us", flush=True)
+    differing = sum(outcome["differing_tokens"] for outcome in outcomes)
+    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(json.dumps(document := {
+        "date": datetime.date.today().isoformat(), "commit": commit, "gpu": alone["gpu"], "torch": torch.__version__, "triton": triton.__version__,
+        "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "differing_tokens": differing, "ratio_to_one_rank": entries[0]["ms"] / entries[1]["ms"],
+        "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes], "built_s": [round(outcome["built_s"], 1) for outcome in outcomes],
+        "results": entries}))
+    if args.out:
+        with open(args.out, "w") as file:
+            file.write(json.dumps(document) + "\n")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
