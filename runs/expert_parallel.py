@@ -63,7 +63,7 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
 
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=rank, world_size=W)
-    T, H, I, E, K = shape
+    T, H, _, E, K = shape
     ids, x, weights, up, down = problem(*shape)
     mine = slice(rank * T // W, (rank + 1) * T // W)
     first, owned = experts_of_rank(E, W, rank)
@@ -132,7 +132,7 @@ def main() -> int:
     from mok.fabric.mps import PrivateMps
 
     shape, W, context = SHAPES[args.shape], args.ranks, mp.get_context("spawn")
-    T, H, I, E, K = shape
+    T, H, I, _, K = shape
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder, PrivateMps(W) as mps, mps.inherited():
         processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, args.save, args.calls, args.blocks, results)) for r in range(W)]

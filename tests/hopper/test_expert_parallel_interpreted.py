@@ -266,7 +266,6 @@ FAULTS = {
     "pulls before x_ready": (MOVE, "    wait_for_all(flags.control, X_READY, t.epoch, WAIT_PEER_ROWS)\n", ""),
     "x_ready before all have staged": (MOVE, "    if staged == gl.num_programs(0) - 1:", "    if staged == 0:"),
     "the counters of the last launch stay": (MOVE, "first in range(gl.program_id(0) * 128, fresh(s.T),", "first in range(gl.program_id(0) * 128, 0,"),
-        "    for first in range(gl.program_id(0) * 128, fresh(s.T),", "    for first in range(gl.program_id(0) * 128, 0,"),
     "a push before the results": (MOVE, "        elif finished == 1:", "        elif push < pieces:"),
     "a pull into a place in use": (MOVE, "        if (piece < pieces) & (tile >= s.row_ring):", "        if (piece < pieces) & (tile < 0):"),
     "a result to the wrong slot": (MOVE, "row), 0), gl.maximum(slot, 0)", "row), 0), gl.maximum(slot ^ 1, 0)"),
