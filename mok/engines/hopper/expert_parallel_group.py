@@ -25,7 +25,7 @@ def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | 
 
     sizes: num_experts, max_tokens, hidden_size, top_k. Collective. Raises ValueError on all ranks where sizes differ between ranks.
     """
-    reason = _cannot_fuse(device, sizes["hidden_size"], fabric.world_size)
+    reason = _cannot_fuse(device, sizes, fabric.world_size)
     own: dict[str, Any] = {"reason": reason, "sizes": sizes, "device": None}
     if reason is None:
         own["device"] = f"{os.uname().nodename} {torch.cuda.get_device_properties(_cuda_device(device)).uuid}"
@@ -64,7 +64,7 @@ def _cuda_device(device: torch.device | str | None) -> torch.device:
     return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _cannot_fuse(device: torch.device | str | None, hidden_size: int, world_size: int) -> str | None:
+def _cannot_fuse(device: torch.device | str | None, sizes: dict[str, int], world_size: int) -> str | None:
     """Why this rank's passes cannot communicate inside their launches, or None."""
     from ...fabric.flag_page import MAX_RANKS
 
@@ -72,7 +72,12 @@ def _cannot_fuse(device: torch.device | str | None, hidden_size: int, world_size
         return "no CUDA device"
     if world_size > MAX_RANKS:
         return f"{world_size} ranks are more than {MAX_RANKS}"
-    return unsupported_reason(_cuda_device(device), torch.bfloat16, hidden_size)
+    reason = unsupported_reason(_cuda_device(device), torch.bfloat16, sizes["hidden_size"])
+    if reason is not None:
+        return reason
+    from . import plan_kernel
+
+    return plan_kernel.unsupported_reason(world_size * sizes["max_tokens"] * sizes["top_k"], sizes["num_experts"])
 
 
 def fused_of(group: Any, device: torch.device, dtype: str, H: int, I: int, K: int) -> FusedGroup | None:
@@ -89,7 +94,7 @@ def fused_of(group: Any, device: torch.device, dtype: str, H: int, I: int, K: in
 
 def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: dict[str, str]) -> RoutingPlan | None:
     """This rank's plan, built without the host, where the pass that `signature` describes runs inside the launches; else None."""
-    if group.fused is None:
+    if group.fused is None or getattr(group, "capacity_factor", None) is not None:      # waves: over the process group
         return None
     fused = fused_of(group, topk_ids.device, signature["dtype"], int(signature["H"]), int(signature["I"]), int(signature["K"]))
     if fused is None:

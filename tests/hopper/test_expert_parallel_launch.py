@@ -1,0 +1,120 @@
+"""Host side of the launches on several ranks, without a GPU: the kernel's arguments, the table of peers, what is agreed and what errors say."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+from mok.engines.hopper import expert_parallel, expert_parallel_group, launch, peers
+from mok.engines.hopper.expert_parallel import FusedGroup, buffer_sizes, peer_table, signature_number
+from mok.engines.hopper.forward import ForwardConfig, _forward_kernel
+from mok.engines.protocol import MoETensors, PassOptions
+from mok.fabric.flag_page import ABORT_HOST, MAX_RANKS
+from mok.fabric.process_group import FabricError, FabricTimeout
+from mok.plan import empty_plan
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("T", [0, 5])
+def test_arguments_stand_in_the_kernel_s_order(T):
+    """A rank without tokens too; the group's control block takes the place of the stream's."""
+    H, I, E, K, R = 64, 32, 2, 2, 512
+    tensors = MoETensors(torch.zeros(T, H, dtype=BF16), torch.zeros(T, K), torch.zeros(E, 2 * I, H, dtype=BF16), torch.zeros(E, H, I, dtype=BF16))
+    plan = empty_plan(torch.zeros(T, K, dtype=torch.int32), E, R)
+    state = torch.zeros(100, dtype=torch.int32)
+    grain = launch.granularity(None, H, I)
+    sizes = launch.scratch_sizes(T, H, I, R, [], grain)
+    scratch = torch.zeros(sizes.bytes // 2, dtype=BF16)
+    arguments = launch._arguments(plan, tensors, PassOptions(), tensors.x, tensors.x, tensors.x, scratch, sizes, grain, state, 4096)
+    names = [name for name in _forward_kernel.arg_names if name not in ForwardConfig(False, several_ranks=True).constexprs()]
+    assert len(arguments) == len(names)
+    by_name = dict(zip(names, arguments, strict=True))
+    assert by_name["row_to_rank"] is plan.row_to_rank and by_name["row_to_slot"] is plan.row_to_slot
+    assert by_name["state"] is state and by_name["capacity"] == 4096 and by_name["T"] == T and by_name["K"] == K
+
+
+class Memory:
+    """Buffers of one rank of three, at addresses that no two share."""
+
+    def __init__(self, rank: int) -> None:
+        sizes = buffer_sizes(7, 64, 2)
+        self.peers = {name: [torch.zeros(size + 16, dtype=torch.uint8) for _ in range(3)] for name, size in sizes.items()}
+        self.local = {name: tensors[rank] for name, tensors in self.peers.items()}
+        self.table = {name: torch.tensor([t.data_ptr() for t in tensors]) for name, tensors in self.peers.items()}
+
+
+def test_table_of_peers():
+    memory = Memory(1)
+    table = peer_table(memory, 1, 3)
+    assert table.shape == (peers.TABLE_WORDS,) and table[:2].tolist() == [1, 3]
+    assert table[peers.OWN_PAGE.value] == memory.local["flags"].data_ptr()
+    for r in range(3):
+        assert table[peers.PEER_PAGE.value + r] == memory.peers["flags"][r].data_ptr() and table[peers.PEER_IDS.value + r] == memory.peers["ids"][r].data_ptr()
+        assert table[peers.PEER_X.value + r] == memory.peers["x"][r].data_ptr() // 16
+        assert table[peers.PEER_SLOTS.value + r] == memory.peers["slots"][r].data_ptr() // 16
+    assert (table[peers.OWN_X.value], table[peers.OWN_SLOTS.value]) == (table[peers.PEER_X.value + 1], table[peers.PEER_SLOTS.value + 1])
+    assert not table[peers.PEER_PAGE.value + 3:peers.PEER_PAGE.value + MAX_RANKS].any()
+
+
+def test_buffer_sizes_of_the_worked_example():
+    """7 tokens of 64 bf16, 2 routes: rows 7 * 64 * 2 bytes, slots twice that, ids 2 halves of 16 + 14 words."""
+    sizes = buffer_sizes(7, 64, 2)
+    assert sizes["x"] == 896 and sizes["slots"] == 1792 and sizes["ids"] == 240
+
+
+def test_signatures_fit_a_positive_int32_and_differ():
+    numbers = {signature_number(f"layer_key={i}") for i in range(1000)}
+    assert len(numbers) == 1000 and all(0 <= number < 2**31 for number in numbers)
+
+
+@pytest.mark.parametrize("record,kind,ranks,text", [
+    ((31, 2, 5, 4), FabricTimeout, (2,), "rank 2 did not come; waited for the ids of a rank, expected epoch 5, saw 4"),
+    ((32, 0, 9, 8), FabricTimeout, (0,), "rank 0 did not come; waited for the rows of x of a rank"),
+    ((36, 3, 0, 31), FabricError, (3,), "rank 3 gave up: it waited too long for the ids of a rank"),
+    ((36, 3, 0, ABORT_HOST), FabricError, (3,), "rank 3 gave up: its host could not launch"),
+    ((34, 7, 1, 2), FabricTimeout, (), "waited for results of other ranks to sum, tile 7, expected 1, saw 2"),
+    ((35, 2, 11, 12), FabricError, (2,), "another pass on rank 2: here layer_key=1, there one that this rank has not run, number 12"),
+])
+def test_errors_name_rank_and_wait(record, kind, ranks, text):
+    group = FusedGroup.__new__(FusedGroup)
+    group.rank, group.world_size, group.device, group.timeout_s, group._signatures, group._dead = 1, 4, torch.device("cuda", 0), 2.0, {11: "layer_key=1"}, None
+    group._record = torch.tensor([1, 0, *record, 0, 0], dtype=torch.int32)
+    error = group.new_error()
+    assert type(error) is kind and error.peers == ranks and text in str(error) and "rank 1 of 4" in str(error)
+    assert group.new_error() is None, "a report is raised once"
+    with pytest.raises(kind, match="this ExpertGroup is dead"):
+        group.raise_if_dead()
+
+
+class Fabric:
+    """Two ranks, of which the other says `facts`."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, **facts) -> None:
+        self.facts = facts
+
+    def exchange_messages(self, message, what):
+        return [message, {**message, **self.facts}]
+
+
+SIZES = {"num_experts": 8, "max_tokens": 4, "hidden_size": 64, "top_k": 2}
+
+
+def test_sizes_that_differ_raise_and_missing_gpus_are_said_once(capsys):
+    with pytest.raises(ValueError, match=r"must be the same on all ranks.*rank 1: \{'num_experts': 9"):
+        expert_parallel_group.make_fused_group(Fabric(sizes={**SIZES, "num_experts": 9}), SIZES, "cpu", 1.0)
+    with pytest.raises(ValueError, match="num_experts=1 must be at least the group's 2 ranks"):
+        expert_parallel_group.make_fused_group(Fabric(), {**SIZES, "num_experts": 1}, "cpu", 1.0)
+    assert expert_parallel_group.make_fused_group(Fabric(reason="no driver"), SIZES, "cpu", 1.0) is None
+    assert "rank 0: no CUDA device; rank 1: no driver" in capsys.readouterr().err
+
+
+def test_a_share_set_by_mps_is_not_divided_again(monkeypatch):
+    class Properties:
+        multi_processor_count = 33
+
+    monkeypatch.setattr(expert_parallel.torch.cuda, "get_device_properties", lambda device: Properties)
+    assert expert_parallel.resident_share(torch.device("cuda"), 4, True) == 33
+    assert expert_parallel.resident_share(torch.device("cuda"), 4, False) == 8
