@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,12 +68,12 @@ class ExpertGroup:
         runtime.groups[self.key] = self
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, *, timeout_s: float = DEFAULT_TIMEOUT_S, capacity_factor: float | None = None) -> ExpertGroup:
-        """The group of a one-dimensional mesh, such as `device_mesh["ep"]`."""
+    def from_mesh(cls, mesh: DeviceMesh, **settings: Any) -> ExpertGroup:
+        """The group of a one-dimensional mesh, such as `device_mesh["ep"]`; settings: the constructor's other arguments."""
         check_type("mesh", mesh, DeviceMesh, "a DeviceMesh")
         if mesh.ndim != 1:
             raise ValueError(f"mesh.ndim={mesh.ndim} must be 1: pass one dimension of it, such as mesh['ep']")
-        return cls(mesh.get_group(), timeout_s=timeout_s, capacity_factor=capacity_factor)
+        return cls(mesh.get_group(), **settings)
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first global id, count) of the experts that this rank owns out of `num_experts`."""
