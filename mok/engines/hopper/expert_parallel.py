@@ -19,7 +19,7 @@ from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
 from ..protocol import MoETensors, PassOptions, Saved
 from . import expert_parallel_plan, launch, plan_kernel
-from .expert_parallel_plan import EXCHANGE_LAUNCH, EXCHANGE_PROGRAMS, _exchange_ids_kernel, ids_words
+from .expert_parallel_plan import EXCHANGE_LAUNCH, _exchange_ids_kernel, ids_words
 from .forward import ForwardConfig
 from .launch import GroupLaunch
 from .limits import unsupported_reason
@@ -114,9 +114,7 @@ class FusedGroup:
         number = signature_number(signature)
         self._signatures[number] = signature
         with torch.cuda.device(self.device), _Ordered(self):
-            arguments = expert_parallel_plan.exchange_arguments(topk_ids, self.num_experts, self.max_tokens, number, self._everybody, self.launch.state,
-                                                                self.debug)
-            _exchange_ids_kernel[(EXCHANGE_PROGRAMS,)](*arguments, **EXCHANGE_LAUNCH)
+            expert_parallel_plan.exchange_ids(topk_ids, self.num_experts, self.max_tokens, number, self._everybody, self.launch.state, self.debug)
             whole = plan_kernel.build_plan(self._everybody, self.num_experts)
             return expert_parallel_plan.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens)
 

@@ -149,10 +149,17 @@ def cut_plan(whole: RoutingPlan, topk_ids: Tensor, num_experts: int, rank: int, 
     slot_to_rank = torch.empty_like(plan.slot_to_row)
     programs = triton.cdiv(max(plan.num_rows, T * K), BLOCK_CUT)
     experts = next(size for size in plan_kernel.EXPERT_CLASSES if size >= num_local)
-    _cut_plan_kernel[(programs,)](*plan.tensors(), slot_to_rank, whole.row_to_slot, whole.slot_to_row, whole.tile_to_expert, whole.expert_offsets,
-                                  whole.tokens_per_expert, plan.num_rows, T * K, max_tokens * K, rank, world_size, num_experts,
-                                  BLOCK_CUT, BLOCK_M, experts, **CUT_LAUNCH)
+    arguments = (*plan.tensors(), slot_to_rank, whole.row_to_slot, whole.slot_to_row, whole.tile_to_expert, whole.expert_offsets,
+                 whole.tokens_per_expert, plan.num_rows, T * K, max_tokens * K, rank, world_size, num_experts, BLOCK_CUT, BLOCK_M, experts)
+    plan_kernel.run_launches(((_cut_plan_kernel, programs, CUT_LAUNCH, arguments),), ("cut plan", topk_ids.device, experts), topk_ids.device.index)
     return replace(plan, slot_to_rank=slot_to_rank)
+
+
+def exchange_ids(topk_ids: Tensor, num_experts: int, max_tokens: int, signature: int, everybody: Tensor, control: Tensor, debug: bool) -> None:
+    """Launch the exchange: everybody (W * max_tokens, K) int32 is then filled, on this stream; all ranks launch theirs."""
+    arguments = exchange_arguments(topk_ids, num_experts, max_tokens, signature, everybody, control, debug)
+    variant = ("exchange", topk_ids.device, topk_ids.dtype, debug) if max(map(abs, topk_ids.stride())) < 2**31 else None
+    plan_kernel.run_launches(((_exchange_ids_kernel, EXCHANGE_PROGRAMS, EXCHANGE_LAUNCH, tuple(arguments)),), variant, topk_ids.device.index)
 
 
 def exchange_arguments(topk_ids: Tensor, num_experts: int, max_tokens: int, signature: int, everybody: Tensor, control: Tensor, debug: bool) -> list:

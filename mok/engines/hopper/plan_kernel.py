@@ -177,11 +177,11 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
     # launches go to the current device, which need not be that of topk_ids
     elsewhere = topk_ids.is_cuda and topk_ids.device.index != torch.cuda.current_device()
     with torch.cuda.device(topk_ids.device) if elsewhere else nullcontext():
-        _launch(launches, variant, topk_ids.device.index)
+        run_launches(launches, variant, topk_ids.device.index)
     return plan
 
 
-def _launch(launches: tuple, variant: tuple | None, device_index: int | None) -> None:
+def run_launches(launches: tuple, variant: tuple | None, device_index: int | None) -> None:
     """Run (kernel, programs, options, all arguments in order) each; from a variant's second time on without Triton's look at the arguments.
 
     That look is most of a launch's host time and cannot change its answer: what it would specialise on is in `variant` or switched off.
