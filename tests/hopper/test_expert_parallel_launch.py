@@ -118,3 +118,68 @@ def test_a_share_set_by_mps_is_not_divided_again(monkeypatch):
     monkeypatch.setattr(expert_parallel.torch.cuda, "get_device_properties", lambda device: Properties)
     assert expert_parallel.resident_share(torch.device("cuda"), 4, True) == 33
     assert expert_parallel.resident_share(torch.device("cuda"), 4, False) == 8
+
+
+class Fused:
+    """A FusedGroup's answers, and what it was asked to do."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list = []
+
+    def unsupported_reason(self, H, I, K):
+        return None if (H, K) == (64, 2) else f"H={H}, K={K} are not the group's"
+
+    def build_plan(self, topk_ids, num_local_experts, signature):
+        self.calls.append(("plan", num_local_experts, signature))
+        return "plan"
+
+    def forward(self, plan, tensors, options):
+        self.calls.append("forward")
+        return "y", "saved"
+
+
+class Group:
+    capacity_factor = None
+
+    def __init__(self) -> None:
+        self.fused = Fused()
+
+
+def moe_tensors(H=64, K=2, dtype=BF16, shared=()):
+    return MoETensors(torch.zeros(3, H, dtype=dtype), torch.zeros(3, K), torch.zeros(2, 32, H, dtype=dtype), torch.zeros(2, H, 16, dtype=dtype), shared=shared)
+
+
+def signature(**changes):
+    return {"layer_key": "1", "H": "64", "I": "16", "K": "2", "dtype": "torch.bfloat16"} | changes
+
+
+def test_a_pass_runs_in_the_group_or_over_the_process_group_by_its_sizes_alone(monkeypatch):
+    """Plan and forward decide alike, so no rank waits in a launch for one that waits in a handshake."""
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    monkeypatch.setattr(expert_parallel_group.GroupPasses, "_over_process_group", lambda self: _Elsewhere)
+    for changes, inside in (({}, True), ({"H": "32"}, False), ({"K": "1"}, False), ({"dtype": "torch.float32"}, False)):
+        group = Group()
+        plan = expert_parallel_group.fused_plan(group, ids, 2, signature(**changes))
+        settings = {"H": int(changes.get("H", 64)), "K": int(changes.get("K", 2)), "dtype": getattr(torch, changes.get("dtype", "torch.bfloat16")[6:])}
+        y, _ = expert_parallel_group.GroupPasses(group).forward(None, moe_tensors(**settings), PassOptions())
+        assert (plan == "plan") == inside == (y == "y"), changes
+        assert len(group.fused.calls) == 2 * inside
+    group.capacity_factor = 1.5
+    assert expert_parallel_group.fused_plan(group, ids, 2, signature()) is None, "waves run over the process group"
+    assert expert_parallel_group.GroupPasses(group).forward(None, moe_tensors(), PassOptions())[0] == "elsewhere"
+
+
+class _Elsewhere:
+    @staticmethod
+    def forward(plan, tensors, options):
+        return "elsewhere", None
+
+
+def test_shared_experts_that_no_launch_takes_keep_the_plan_but_not_the_launch(monkeypatch):
+    from mok.engines.protocol import SharedExpert
+
+    monkeypatch.setattr(expert_parallel_group.GroupPasses, "_over_process_group", lambda self: _Elsewhere)
+    odd = SharedExpert(torch.zeros(2 * 7, 64, dtype=BF16), torch.zeros(64, 7, dtype=BF16))
+    assert expert_parallel_group.GroupPasses(Group()).forward(None, moe_tensors(shared=(odd,)), PassOptions())[0] == "elsewhere"

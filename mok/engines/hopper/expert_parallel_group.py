@@ -83,7 +83,7 @@ def _cannot_fuse(device: torch.device | str | None, sizes: dict[str, int], world
 def fused_of(group: Any, device: torch.device, dtype: str, H: int, I: int, K: int) -> FusedGroup | None:
     """The group's FusedGroup if passes of these sizes run in it, else None; dtype as str(torch.dtype)."""
     fused = group.fused
-    if fused is None or device != fused.device:
+    if fused is None or device != fused.device or group.capacity_factor is not None:      # waves: over the process group
         return None
     reason = fused.unsupported_reason(H, I, K) if dtype == "torch.bfloat16" else f"dtype={dtype} is not torch.bfloat16"
     if reason is not None:
@@ -94,7 +94,7 @@ def fused_of(group: Any, device: torch.device, dtype: str, H: int, I: int, K: in
 
 def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: dict[str, str]) -> RoutingPlan | None:
     """This rank's plan, built without the host, where the pass that `signature` describes runs inside the launches; else None."""
-    if group.fused is None or getattr(group, "capacity_factor", None) is not None:      # waves: over the process group
+    if group.fused is None:
         return None
     fused = fused_of(group, topk_ids.device, signature["dtype"], int(signature["H"]), int(signature["I"]), int(signature["K"]))
     if fused is None:
