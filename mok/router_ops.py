@@ -57,7 +57,7 @@ def exp_nonpositive(x: Tensor) -> Tensor:
         return torch.exp(x)
     degree = 13 if x.dtype == torch.float64 else 8             # |r| <= 0.347: truncation 5e-18 and 2e-10 of the result
     coefficients = [1.0 / math.factorial(k) for k in range(degree + 1)]
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat_x, flat_out = x.reshape(-1), out.view(-1)
     for start in range(0, flat_x.shape[0], _EXP_CHUNK):
         v = flat_x[start:start + _EXP_CHUNK].to(torch.float64)

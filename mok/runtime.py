@@ -161,7 +161,7 @@ class _Job:
 
 def _flushes_denormals() -> bool:
     """Whether this thread's arithmetic takes numbers below the normal range for zero (`torch.set_flush_denormal`; torch has no getter)."""
-    return not torch.tensor(1e-20).mul_(1e-20)
+    return not torch.tensor(1e-20, dtype=torch.float32, device="cpu").mul_(1e-20)
 
 
 class TilePool:
@@ -308,7 +308,7 @@ class Runtime:
             with self.lock:
                 word = self._route_words.get(device)
                 if word is None:
-                    word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+                    word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
                     self.error_words.append(lambda: self._route_error(device))
                     self._route_words[device] = word
         return word

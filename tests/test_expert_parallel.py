@@ -235,3 +235,16 @@ def test_the_layer_with_its_router_is_the_same_on_every_number_of_ranks(pool):
         parts = pool.run(_layer, W, x, 3)
         for name, whole in alone.items():
             assert torch.equal(torch.cat([part[name] for part in parts]), whole), (W, name)
+
+
+def _in_another_default_device(process_group, *arguments):
+    with torch.device("meta"):
+        return on_rank(process_group, *arguments)
+
+
+def test_the_default_device_moves_nothing_of_a_pass_on_several_ranks(pool):
+    case, cuts = global_case(30, 16, 8, 5, 2, torch.float32), [0, 11, 30]
+    for options in ({}, {"activation": "geglu"}):
+        expected = pool.run(on_rank, 2, case, cuts, options)
+        for result, other in zip(pool.run(_in_another_default_device, 2, case, cuts, options), expected, strict=True):
+            assert all(torch.equal(result[name], other[name]) for name in expected[0])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import mok
 from mok.plan import experts_of_rank
 from mok.reference import moe_reference
+from mok.runtime import Runtime
 from tests.ranks import RankPool
 
 SETTINGS = {"hidden_size": 40, "intermediate_size": 24, "num_experts": 8, "top_k": 2}   # small, no dimension equal to another or to a tile
@@ -227,6 +228,27 @@ def test_meta_then_to_empty_then_reset_equals_direct_construction(how):
             tensor.fill_(77)
     layer.reset_parameters()
     same_bits(dict(layer.named_parameters()) | dict(layer.named_buffers()), dict(direct.named_parameters()) | dict(direct.named_buffers()))
+
+
+@pytest.mark.parametrize("variant", ["deepseek", "biases", "shared"])
+def test_the_default_device_moves_nothing_of_a_pass(variant):
+    """`torch.set_default_device("cuda")` beside a layer on the CPU; the meta device stands for any other one than the layer's."""
+    layer, x = build(**VARIANTS[variant]), torch.randn(9, SETTINGS["hidden_size"])
+    results = []
+    for device in ("cpu", "meta"):
+        layer.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+        with torch.device(device):
+            y = layer(leaf)
+            (y.square().sum() + layer.aux_loss).backward()
+        results.append({"y": y.detach(), "dx": leaf.grad, **grads(layer)})
+    same_bits(*results)
+
+
+def test_an_error_word_is_host_memory_whatever_the_default_device():
+    device, runtime = torch.device("cpu", 7), Runtime()
+    with torch.device("meta"):
+        assert runtime.error_word(device).tolist() == [0]
 
 
 def test_state_dict_round_trip():

@@ -49,8 +49,8 @@ class GroupRows:
         self._home: dict[int, Tensor] = {}
         self._home_first = list(accumulate((travel.sent_slots.shape[0] for travel in self._travels), initial=0))
         sent = torch.cat([travel.sent_slots for travel in self._travels])
-        slots = torch.full((T * K,), -1, dtype=torch.int64)
-        slots[sent] = torch.arange(sent.shape[0])
+        slots = torch.full((T * K,), -1, dtype=torch.int64, device="cpu")
+        slots[sent] = torch.arange(sent.shape[0], device="cpu")
         self.slots = slots.view(T, K)
 
     def dispatch(self, what: str, wave: int, by_token: Sequence[Tensor], by_slot: Tensor | None = None) -> tuple[list[Rows], Tensor | None]:
@@ -59,8 +59,8 @@ class GroupRows:
         slots, received = travel.sent_slots, travel.received_rows
         sent = [_picked(tokens, slots // self._K) for tokens in by_token] + ([] if by_slot is None else [by_slot.reshape(-1)[slots]])
         arrived = travel.to_experts(what, *sent)
-        position = torch.full((travel.num_rows,), -1, dtype=torch.int64)
-        position[received] = torch.arange(received.shape[0])
+        position = torch.full((travel.num_rows,), -1, dtype=torch.int64, device="cpu")
+        position[received] = torch.arange(received.shape[0], device="cpu")
         values = None if by_slot is None else _picked(arrived.pop(), position).unsqueeze(1)
         return [Rows(rows, position) for rows in arrived], values
 

@@ -20,8 +20,8 @@ class AbortWords:
         self._memory = memory
         self._words = [page.view(torch.int32)[ABORT:ABORT + memory.world_size] for page in memory.peers[name]]
         on_gpu = memory.device.type == "cuda"
-        self._reason = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
-        self._seen = torch.zeros(ABORT + memory.world_size, dtype=torch.int32, pin_memory=on_gpu)
+        self._reason = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._seen = torch.zeros(ABORT + memory.world_size, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(memory.device) if on_gpu else None
         self.raised()                                        # loads what the first copy loads
 

@@ -75,7 +75,7 @@ class ProcessGroupFabric:
         text = json.dumps(message).encode()
         if len(text) > _MESSAGE_BYTES:
             raise ValueError(f"message of {len(text)} bytes must be at most {_MESSAGE_BYTES}: {text[:80]!r}...")
-        out = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        out = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         out[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         inbox = [out if r == self.rank else torch.empty_like(out) for r in range(self.world_size)]
         self._pairwise([[out]] * self.world_size, [[box] for box in inbox], what)
