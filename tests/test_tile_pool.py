@@ -361,6 +361,18 @@ def test_every_task_flushes_denormals_as_its_caller_does(pool):
     assert torch.equal(run(4), gradual.view(1))
 
 
+def test_the_default_dtype_does_not_make_tasks_flush_denormals(pool):
+    """1e-20 is 0 in float16, which looks as if the caller's arithmetic flushed."""
+    kept, small = [], torch.tensor([1e-39])
+    pool.run([lambda scratch: None])                 # the thread looked at its own mode before
+    try:
+        torch.set_default_dtype(torch.float16)
+        pool.run([lambda scratch: kept.append(small * 1)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(kept[0], small) and kept[0] > 0
+
+
 def test_a_second_interrupt_still_waits_for_running_tasks(pool):
     """What runs writes to buffers that the next pass is given, so neither Ctrl-C may leave it behind."""
     ended = threading.Event()
