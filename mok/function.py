@@ -52,8 +52,11 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
 def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
                     b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu",
                     swiglu_limit: float | None = None, precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None,
-                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0) -> tuple[Tensor, Tensor]:
-    """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received."""
+                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0, num_experts: int | None = None) -> tuple[Tensor, Tensor]:
+    """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received.
+
+    num_experts: E as a layer knows it, on which the ranks of a group must agree: the numbers of their experts can fit together by chance.
+    """
     check_group(group)                                     # first: what else is wrong is told to its ranks
     try:
         check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
@@ -79,7 +82,7 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     if group is not None:                                  # one rank has nobody to agree with, and a compiled call nothing to specialise on
         wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
         group_key = group.key
-        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
+        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{num_experts}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
     ids = topk_ids.reshape(-1, K)
     plan_arguments = (w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
     overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
@@ -146,7 +149,7 @@ def _engine(x: Tensor, w_down: Tensor, group_key: int) -> Passes:
     return get_engine(engine_name(x.device, x.dtype, x.shape[-1], w_down.shape[-1]))
 
 
-_SIGNATURE_FIELDS = ("layer_key", "H", "I", "K", "dtype", "precision", "activation", "swiglu_limit", "wanted gradients")
+_SIGNATURE_FIELDS = ("layer_key", "H", "I", "num_experts", "K", "dtype", "precision", "activation", "swiglu_limit", "wanted gradients")
 
 
 def _signature(text: str) -> dict[str, str]:

@@ -248,3 +248,19 @@ def test_the_default_device_moves_nothing_of_a_pass_on_several_ranks(pool):
         expected = pool.run(on_rank, 2, case, cuts, options)
         for result, other in zip(pool.run(_in_another_default_device, 2, case, cuts, options), expected, strict=True):
             assert all(torch.equal(result[name], other[name]) for name in expected[0])
+
+
+def _layers_of_two_sizes(process_group):
+    """Rank 0's layer has 6 experts and 3 of them here, rank 1's has 4 and 2: together 3 + 2, as if both had 5."""
+    group = mok.ExpertGroup(process_group, timeout_s=30)
+    layer = mok.MoE(mok.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4 if group.rank else 6, top_k=1), group=group)
+    try:
+        layer(torch.randn(3, 16), routes=(torch.tensor([[0], [2], [3]]), None))
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_layers_of_different_numbers_of_experts_raise_even_where_their_blocks_fit(pool):
+    for message in pool.run(_layers_of_two_sizes, 2):
+        assert "num_experts must be the same on all ranks" in message and "rank 0: 6, rank 1: 4" in message, message
