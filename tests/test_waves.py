@@ -407,7 +407,7 @@ def test_compiled_calls_in_waves(pool):
 def _opcheck(process_group):
     group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=ONE_TILE)
     ids = torch.randint(-1, 3, (200, 2), generator=torch.Generator().manual_seed(0))
-    signature = "0|24|10|2|torch.float32|bf16|swiglu|None|[]"
+    signature = "0|24|10|None|2|torch.float32|bf16|swiglu|None|[]"
     arguments = (ids, 3, torch.float32, 24, 10, group.key, signature)
     torch.library.opcheck(torch.ops.mok.plan.default, arguments, test_utils=("test_schema", "test_faketensor"))
     x, weights = torch.randn(200, 24), (torch.rand(200, 2), torch.randn(3, 20, 24), torch.randn(3, 24, 10), None, None)
