@@ -110,10 +110,11 @@ def _wait(processes: list[SpawnProcess], timeout_s: float) -> None:
     """Until all have ended; those that still run long after another failed are killed."""
     deadline = None
     while alive := [process for process in processes if process.exitcode is None]:
-        connection.wait([process.sentinel for process in alive], timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        # looked at before the wait: a process that ends closes its sentinel a moment before it has an exit code
         if deadline is None and any(process.exitcode for process in processes):
             deadline = time.monotonic() + timeout_s + _GRACE_S
-        elif deadline is not None and time.monotonic() >= deadline:
+        connection.wait([process.sentinel for process in alive], timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if deadline is not None and time.monotonic() >= deadline:
             for process in alive:
                 process.kill()
                 process.join()

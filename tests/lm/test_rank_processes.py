@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mok
+from mok.cli import launch
 from mok.lm.checkpoint import list_checkpoints
 from mok.lm.data import load_corpus
 from mok.lm.ranks import Ranks
@@ -125,6 +127,41 @@ def running(pid: int) -> bool:
 
 
 @pytest.mark.slow
+class _Process:
+    """A rank as its launcher sees it: the sentinel closes when it ends, its exit code is there `late` looks afterwards."""
+
+    def __init__(self, late: int | None = None) -> None:
+        self.sentinel, self._end = os.pipe()
+        self._late, self._code = late, 1
+        if late is not None:
+            os.close(self._end)
+
+    @property
+    def exitcode(self) -> int | None:
+        if self._late is None:
+            return None
+        self._late -= 1
+        return None if self._late >= 0 else self._code
+
+    def kill(self) -> None:
+        os.close(self._end)
+        self._late, self._code = 0, -signal.SIGKILL
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("late", range(5))
+def test_a_stalled_rank_is_killed_whenever_the_failed_one_has_its_exit_code(monkeypatch, late):
+    monkeypatch.setattr(launch, "_GRACE_S", 0.05)
+    failed, stalled = _Process(late), _Process()
+    waiting = threading.Thread(target=launch._wait, args=([failed, stalled], 0.05), daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive(), "the launcher waits for the stalled rank without end"
+    assert stalled.exitcode == -signal.SIGKILL
+
+
 def test_ctrl_c_stops_all_ranks_after_one_step_with_a_checkpoint(whole, tmp_path):
     process = start(command(tmp_path / "run", "--ranks", "2", "--steps", "100000", "--save-every", "1000000", "--json"))
     wait_until(lambda: process.poll() is not None or len(losses(tmp_path / "run")) >= 3, "three steps")
