@@ -49,7 +49,7 @@ def peer_table(memory: Buffers, rank: int, world_size: int) -> Tensor:
     """The table that kernels find peers in (peers.py), int64 on the device."""
     device = memory.local["flags"].device
     addresses = {name: memory.table[name].cpu() for name in ("flags", "ids", "x", "slots")}
-    table = torch.zeros(TABLE_WORDS, dtype=torch.int64)
+    table = torch.zeros(TABLE_WORDS, dtype=torch.int64, device="cpu")
     table[0], table[1] = rank, world_size
     table[2], table[3], table[4] = addresses["flags"][rank], addresses["x"][rank] >> 4, addresses["slots"][rank] >> 4
     for place, values in enumerate((addresses["flags"], addresses["ids"], addresses["x"] >> 4, addresses["slots"] >> 4)):

@@ -42,8 +42,8 @@ def group_state(device: torch.device, tiles: int, peers: Tensor, timeout_s: floa
     peers: the group's table on the device (peers.py). Waits for peers end after timeout_s, others after twice that: then the report names a peer.
     """
     capacity = max(MIN_CAPACITY, 1 << (tiles - 1).bit_length())
-    record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
-    block = torch.zeros(block_words(capacity), dtype=torch.int32)
+    record = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
+    block = torch.zeros(block_words(capacity), dtype=torch.int32, device="cpu")
     block[3], block[6] = 2 * max(1, int(timeout_s * 1e9) >> 20), max(1, int(timeout_s * 1e9) >> 20)
     block[4:6].view(torch.int64).fill_(record.data_ptr())
     block[8:10].view(torch.int64).fill_(peers.data_ptr())
@@ -87,7 +87,7 @@ def _error_record(device: torch.device) -> Tensor:
     key = (_ERROR, device)
     with runtime.lock:
         if key not in runtime.scratch:
-            runtime.scratch[key] = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+            runtime.scratch[key] = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
             runtime.error_words.append(lambda: _timeout(device))
         return runtime.scratch[key]
 
