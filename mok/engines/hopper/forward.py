@@ -5,7 +5,8 @@
 Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows of the plan, G row tiles of a group. BF16, fp32 accumulation.
 Limits: `limits.unsupported_reason`. Roles, flags and fences are drawn in docs/kernels.md; measured on one H200, docs/benchmarks/.
 
-Compiled variants for this precision: SAVE_Z (training or not) x MOVER_WARPS (1, 2) = 4. Everything else is a run-time value.
+Compiled variants for this precision: SAVE_Z (training or not) x MOVER_WARPS (1, 2) = 4 on one rank, SAVE_Z = 2 on several. Everything else in production
+is a run-time value; the other fields of ForwardConfig are for tests and for measuring.
 """
 from dataclasses import dataclass
 

@@ -2,9 +2,9 @@
 
 Row tiles come in groups of G ("minibatches"): first those of shared expert 0, then of shared expert 1, then the routed ones. Phases alternate
 gate/up of one group and down of the group before: up(0), up(1), down(0), up(2), down(1), ..., down(last), so that a down task's inputs were
-finished about one phase earlier. Inside a phase the row tile runs fastest: neighbouring CTAs share a column of the weights. All phases
-together are one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ... The producer walks the sequence and tells the other roles
-(gemm.TaskQueue).
+finished about one phase earlier (AHEAD = 1; with 2 groups ahead, two phases). Inside a phase the row tile runs fastest: neighbouring CTAs share a
+column of the weights. All phases together are one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ..., or with tickets whoever is free
+the next one. The producer walks the sequence and tells the other roles (gemm.TaskQueue).
 
 Example: G = 2, 3 routed tiles, 1 column of up tasks, 1 of down tasks, 2 CTAs. Phases: up tiles 0 1 | up 2 | down 0 1 | down 2.
 CTA 0: up 0, up 2, down 1; CTA 1: up 1, down 0, down 2.
