@@ -76,7 +76,7 @@ class FusedGroup:
         rows = plan_capacity(world_size * max_tokens * top_k, experts_of_rank(num_experts, world_size, rank)[1])
         token_tiles = -(-max_tokens // launch.TILE)
         state, capacity, self._record = group_state(self.device, max(rows // launch.TILE, 8 * token_tiles), self._peers, timeout_s)
-        self.launch = GroupLaunch(state, capacity, blocks, cooperative)
+        self.launch = GroupLaunch(state, capacity, blocks, cooperative, blocks / torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
