@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...fabric.process_group import FabricTimeout
 from ...runtime import runtime
+from .compat import current_stream
 
 CONTROL_WORDS = 16            # equals sync.CONTROL_WORDS; words 3 to 6, 8 and 9 are written here
 SET_HEADER = 16               # equals gemm.SET_HEADER
@@ -55,7 +56,10 @@ def launch_state(device: torch.device, tiles: int) -> tuple[Tensor, int]:
     capacity = max(MIN_CAPACITY, 1 << (tiles - 1).bit_length())
     if torch.cuda.is_current_stream_capturing():
         return _captured_block(device, capacity), capacity
-    key = (_BLOCKS, device, torch.cuda.current_stream(device).cuda_stream)
+    key = (_BLOCKS, device, current_stream(device.index))
+    block, held = runtime.scratch.get(key, (None, 0))
+    if block is not None and held >= capacity:
+        return block, held
     with runtime.lock:
         block, held = runtime.scratch.get(key, (None, 0))
         if block is None or held < capacity:
