@@ -59,9 +59,11 @@ def current_stream(device_index: int | None) -> int:
 class ReadyLaunch:
     """A launch of one binary whose arguments stand as the driver takes them, TMA descriptors encoded, but for those that each call brings."""
 
-    __slots__ = ("_arguments", "_fixed", "_launcher", "_nested", "_places")
+    __slots__ = ("_arguments", "_binary", "_fixed", "_launcher", "_nested", "_places")
 
-    def __init__(self, launcher: Callable[..., Any], fixed: Sequence[Any], arguments: Sequence[Any], places: Sequence[int], nested: bool) -> None:
+    def __init__(self, binary: Any, launcher: Callable[..., Any], fixed: Sequence[Any], arguments: Sequence[Any], places: Sequence[int],
+                 nested: bool) -> None:
+        self._binary = binary                                      # a binary that nobody holds is unloaded
         self._launcher, self._fixed, self._arguments, self._places, self._nested = launcher, tuple(fixed), list(arguments), tuple(places), nested
 
     def __call__(self, blocks: int, stream: int, *varying: Any) -> None:
@@ -104,7 +106,7 @@ def ready_launch(binary: Any, arguments: Sequence[Any], varying: Sequence[int]) 
     places = [[i for i, value in enumerate(passed) if value is mark] for mark in values]
     if any(len(found) != 1 for found in places):
         return None
-    return ReadyLaunch(launcher, call[4:-1] if nested else call[4:5], passed, [found[0] for found in places], nested)
+    return ReadyLaunch(binary, launcher, call[4:-1] if nested else call[4:5], passed, [found[0] for found in places], nested)
 
 
 def _launcher_of(launch: Any) -> Any:

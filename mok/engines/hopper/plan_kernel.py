@@ -197,7 +197,7 @@ class ReadyPlan:
     """The three launches for ids of one size and layout, ready but for the addresses."""
 
     def __init__(self, plan: RoutingPlan, counts: Tensor, programs: Sequence[int], launches: Sequence[ReadyLaunch]) -> None:
-        self._shapes = [(tuple(part.shape), part.dtype) for part in (counts, *plan.tensors())]
+        self._shapes = [(tuple(part.shape), part.dtype) for part in (*plan.tensors(), counts)]
         self._programs, self._launches = programs, launches
 
     @staticmethod
@@ -214,7 +214,7 @@ class ReadyPlan:
 
     def build(self, topk_ids: Tensor) -> RoutingPlan:
         """The plan of topk_ids, on the current device."""
-        counts, *maps = [new_empty(topk_ids, shape, dtype) for shape, dtype in self._shapes]
+        *maps, counts = [new_empty(topk_ids, shape, dtype) for shape, dtype in self._shapes]
         device = topk_ids.device
         ids, count_at, stream = topk_ids.data_ptr(), counts.data_ptr(), current_stream(device.index)
         count, scan, scatter = self._launches
