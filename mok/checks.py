@@ -15,12 +15,13 @@ from .runtime import runtime
 
 MAX_PASSED = 4096           # calls that are remembered; all are forgotten when there are more, which shapes that never repeat would cause
 _PASSED = "calls that passed the checks"
+_NONE: frozenset[Hashable] = frozenset()       # unlike (), it hashes what it is asked for
 
 
-def call_key(tensors: Sequence[Tensor | None], shared: Sequence[SharedExpert], settings: Sequence[Hashable]) -> Hashable | None:
-    """Everything that `check_moe_arguments` and `check_settings` look at, so that a call like one that passed need not be checked again.
+def passed_before(tensors: Sequence[Tensor | None], shared: Sequence[SharedExpert], settings: Sequence[Hashable]) -> tuple[Hashable, bool]:
+    """(a key of everything that `check_moe_arguments` and `check_settings` look at, whether a call with this key has passed them).
 
-    settings: values of any kind. None where an argument has no such key, which a wrong one may not have: then the checks say what is wrong.
+    settings: values of any kind. The key is None where an argument has none, which a wrong one may not have: then the checks say what is wrong.
     """
     key: tuple[Any, ...]
     try:
@@ -29,19 +30,13 @@ def call_key(tensors: Sequence[Tensor | None], shared: Sequence[SharedExpert], s
         for expert in shared:
             key += (type(expert), *[None if part is None else (type(part), part.shape, part.dtype, part.layout, part.device)
                                     for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)])
-        hash(key)
+        return key, key in runtime.scratch.get(_PASSED, _NONE)
     except (AttributeError, TypeError, RuntimeError):      # no tensor; not hashable; a tensor without these properties
-        return None
-    return key
-
-
-def has_passed(key: Hashable) -> bool:
-    """Whether a call with this key (None: no key) has passed the checks."""
-    return key is not None and key in runtime.scratch.get(_PASSED, ())
+        return None, False
 
 
 def remember_passed(key: Hashable) -> None:
-    """From now on `has_passed(key)`."""
+    """From now on calls with this key have passed; None: no key."""
     if key is not None:
         with runtime.lock:
             passed = runtime.scratch.setdefault(_PASSED, set())

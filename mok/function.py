@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .arguments import FLOATS, check_integer, check_tensor
-from .checks import call_key, check_group, check_main_grad, check_moe_arguments, check_settings, has_passed, remember_passed
+from .checks import check_group, check_main_grad, check_moe_arguments, check_settings, passed_before, remember_passed
 from .config import Overlap
 from .engines import engine_name, get_engine, get_group_engine
 from .engines.expert_parallel import agree_on_backward, build_group_plan
@@ -60,10 +60,10 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     num_experts: E as a layer knows it, on which the ranks of a group must agree: the numbers of their experts can fit together by chance.
     """
     check_group(group)                                     # first: what else is wrong is told to its ranks
-    key = None
+    key, passed = None, False
     if not torch.compiler.is_compiling():
-        key = call_key((x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down), shared, (activation, swiglu_limit, precision, overlap, layer_key))
-    passed = has_passed(key)
+        key, passed = passed_before((x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down), shared,
+                                    (activation, swiglu_limit, precision, overlap, layer_key))
     try:
         if not passed:
             check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
@@ -140,7 +140,7 @@ def _nothing_watches(ids: Tensor, tensors: Sequence[Tensor | None]) -> bool:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """x's dtype, or autocast's where autocast is on for its device; float64 is never lowered (torch's own autocast rule)."""
-    device = x.device.type
+    device = "cuda" if x.is_cuda else x.device.type        # the name of a device type is made anew each time
     if x.dtype != torch.float64 and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
@@ -196,7 +196,7 @@ def _routing_plan(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, 
     runtime.raise_pending_errors()
     if group_key:
         return build_group_plan(runtime.groups[group_key], topk_ids, num_local_experts, _signature(signature))
-    if topk_ids.device.type == "cpu" and topk_ids.numel():
+    if topk_ids.is_cpu and topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(topk_ids))
         if low < -1 or high >= num_local_experts:
             raise ValueError(f"topk_ids holds {low if low < -1 else high} and must hold -1 or expert ids 0..{num_local_experts - 1}")
@@ -237,7 +237,7 @@ _NOTHING = nullcontext()
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:
     """Dtypes are settled; an engine's own products must not be lowered again."""
-    device = x.device.type
+    device = "cuda" if x.is_cuda else x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from types import CellType, FunctionType
 from typing import Any
 
@@ -40,10 +41,16 @@ def new_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     """Unwritten contiguous memory of this shape on `like`'s device, which has to be the current one if it is a GPU."""
     if _EMPTY_CUDA is None or not like.is_cuda:
         return torch.empty(shape, dtype=dtype, device=like.device)
+    return _EMPTY_CUDA(*_contiguous(shape), dtype)
+
+
+@lru_cache(maxsize=4096)
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(the shape, its strides) as plain tuples: `_EMPTY_CUDA` refuses a torch.Size."""
     strides: tuple[int, ...] = (1,)
     for size in shape[:0:-1]:
         strides = (strides[0] * (size or 1), *strides)
-    return _EMPTY_CUDA(tuple(shape), strides, dtype)               # a torch.Size is refused
+    return tuple(shape), strides
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:

@@ -158,11 +158,9 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
     and is reported in the device's error word: `runtime.raise_pending_errors()` raises the ValueError once the kernel has run.
     Raises ValueError for a shape, dtype or size that `unsupported_reason` refuses.
     """
-    size = (topk_ids.device, topk_ids.dtype, topk_ids.shape, topk_ids.stride(), num_experts, block_m, MAX_CHUNKS)
-    ready = runtime.scratch.get(_READY, {}).get(size)
-    if ready is not None:
-        with on_device(topk_ids):
-            return ready.build(topk_ids)
+    plan = ready_plan(topk_ids, num_experts, block_m)
+    if plan is not None:
+        return plan
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"topk_ids.shape={tuple(topk_ids.shape)}, dtype={topk_ids.dtype} must be (T, K) of int32 or int64")
     T, K = topk_ids.shape
@@ -189,8 +187,22 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
     with on_device(topk_ids) if topk_ids.is_cuda else nullcontext():
         run_launches(launches, variant, topk_ids.device.index)
     if variant in runtime.scratch:
-        _keep_ready(size, ReadyPlan.of(plan, counts, runtime.scratch[variant], launches))
+        _keep_ready(_size(topk_ids, num_experts, block_m), ReadyPlan.of(plan, counts, runtime.scratch[variant], launches))
     return plan
+
+
+def ready_plan(topk_ids: Tensor, num_experts: int, block_m: int = BLOCK_M) -> RoutingPlan | None:
+    """`build_plan` for ids like earlier ones, at a third of its host time; None for others."""
+    ready = runtime.scratch.get(_READY, {}).get(_size(topk_ids, num_experts, block_m))
+    if ready is None:
+        return None
+    with on_device(topk_ids):
+        return ready.build(topk_ids)
+
+
+def _size(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple:
+    """All that the launches' arguments depend on but for addresses."""
+    return topk_ids.device, topk_ids.dtype, topk_ids.shape, topk_ids.stride(), num_experts, block_m, MAX_CHUNKS
 
 
 class ReadyPlan:
