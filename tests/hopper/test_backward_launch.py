@@ -56,7 +56,8 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad)
     wants, main_grad = want_all(case), MainGrad(t.w_gate_up.float(), t.w_down.float()) if into_main_grad else None
     grads = launch._empty_grads(t, wants, main_grad)
     assert (grads.w_gate_up is None) == into_main_grad and (grads.w_down is None) == into_main_grad
-    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 16, launch.BackwardConfig(0))
+    buffers = launch._buffers(plan, t, wants)
+    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 16, buffers, object())
     signature = launch.source(launch.BackwardConfig(0)).signature
     names = [name for name, kind in signature.items() if kind != "constexpr"]
     assert len(arguments) == len(names)
