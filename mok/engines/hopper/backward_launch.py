@@ -29,7 +29,7 @@ _RANKS = {"up_desc": 4, "up_grad_desc": 4,
           **dict.fromkeys(("z_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0", "shared_up_grad_0",
                            "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
 _FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights")
-_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
+_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_up", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
          "d_up", "d_down", "d_shared_up_0", "d_shared_down_0", "d_shared_up_1", "d_shared_down_1")
 _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
@@ -42,7 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. With recompute z (R, 2I) and shared_z
+    (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -53,11 +54,13 @@ class BackwardScratch:
     shared_wh: int
     partials: int
     gates: int
+    z: int = 0
+    shared_z: int = 0
 
     @property
     def narrow(self) -> int:
         """Elements of all bf16 buffers together."""
-        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh
+        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh + self.z + self.shared_z
 
     @property
     def bytes(self) -> int:
@@ -72,23 +75,26 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
+    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
         dy_rows=rows * H if product or wants.w_down else 0,
-        x_rows=rows * H if wants.w_gate_up else 0,
+        x_rows=rows * H if wants.w_gate_up or z_again else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
         results=(rows + count * token_rows) * H if wants.x else 0,
         shared_dz=count * token_rows * 2 * widest if shared_product else 0,
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
-        gates=count * token_rows)
+        gates=count * token_rows,
+        z=rows * 2 * I if z_again else 0,
+        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -103,7 +109,7 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
         return _zeroed(grads)
     if want_bits(wants) == 0:
         return grads
-    config = config or BackwardConfig(VARIANTS[_variant(options)])
+    config = config or BackwardConfig(VARIANTS[_variant(options)], recompute=options.recompute is not None)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
     if group_tiles is None:
@@ -158,10 +164,14 @@ def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptio
     x, shared = tensors.x, tensors.shared
     T, H = x.shape
     E, _, I = tensors.w_down.shape
-    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants)
+    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants, config.recompute)
     narrow = torch.empty(sizes.narrow, dtype=x.dtype, device=x.device)
     wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
-    state, _ = launch_state(x.device, -(-(2 * (plan.num_rows // TILE) + (len(shared) + 1) * -(-T // TILE) + E) // 4))
+    row_tiles, token_tiles = plan.num_rows // TILE, -(-T // TILE)
+    counters = 2 * row_tiles + (len(shared) + 1) * token_tiles + E
+    if config.recompute:
+        counters += 1 + row_tiles + len(shared) * token_tiles
+    state, _ = launch_state(x.device, -(-counters // 4))
     touched = (x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, saved.z, saved.shared_z, narrow, wide,
                *plan.tensors(), *((main_grad.w_gate_up, main_grad.w_down) if main_grad else ()),
                grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for expert in grads.shared for part in expert),
@@ -169,7 +179,7 @@ def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptio
     key = ready_arguments.key_of((config, group_tiles, options.activation, options.swiglu_limit, wants, main_grad is None, x.device.index), touched)
     arguments = ready_arguments.find(key)
     if arguments is None:
-        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, state)
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, state, config)
         ready_arguments.keep(key, arguments, (*touched, state))
     else:
         arguments[_STATE], arguments[_SET_WORDS] = state.data_ptr(), _set_words(state)      # the stream's block, or a captured launch's own
@@ -181,7 +191,8 @@ def _set_words(state: Tensor) -> int:
 
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor) -> list[Any]:
+               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor,
+               config: BackwardConfig) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -190,8 +201,10 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     rows = plan.num_rows
     widths = [expert.w_down.shape[1] for expert in tensors.shared]
     count, token_tiles = len(widths), -(-T // TILE)
-    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh = narrow.split(
-        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh])
+    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh, z, shared_z = narrow.split(
+        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
+    if config.recompute:
+        saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
     partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
@@ -217,6 +230,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
+    has_b_up = tensors.b_gate_up is not None and config.recompute
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
@@ -230,8 +244,9 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
         "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
-        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0),
-        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
+        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0) | (16 if has_b_up else 0),
+        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
+        "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 
@@ -306,5 +321,6 @@ def source(config: BackwardConfig) -> GluonASTSource:
 
 
 def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
-    """(name, source, compile options) of every production variant of the backward kernel."""
-    return [(f"backward_{name}", source(BackwardConfig(act)), {"num_warps": 4, **COMPILE_OPTIONS}) for name, act in VARIANTS.items()]
+    """(name, source, compile options) of every production variant of the backward kernel; each is compiled when it is first used."""
+    return [(f"backward_{name}{'_recompute' if recompute else ''}", source(BackwardConfig(act, recompute=recompute)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for recompute in (False, True) for name, act in VARIANTS.items()]
