@@ -36,7 +36,20 @@ from .backward_pipe import (
     z_done,
 )
 from .backward_store import storer
-from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, all_dh_tasks, all_dx_tasks, all_z_tasks, make_schedule, shared_wants
+from .backward_tasks import (
+    TILE_N,
+    WANT_BIAS_DOWN,
+    WANT_BIAS_UP,
+    WANT_DOWN,
+    WANT_TOPK,
+    WANT_UP,
+    WANT_X,
+    all_dh_tasks,
+    all_dx_tasks,
+    all_z_tasks,
+    make_schedule,
+    shared_wants,
+)
 from .compat import reinterpret, thread_barrier
 from .gemm import SET_HEADER
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
@@ -133,7 +146,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
                      capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit, b_up,
                      ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
-                     RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr, OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+                     RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr, OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                     HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     a = gl.allocate_shared_memory(gl.bfloat16, [2 * NUM_STAGES, CHUNK, CHUNK], CHUNKS)
@@ -177,9 +191,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
              d_gate_1, gate_slopes, K, E)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
-    bias_up, recomputed = (), ()
-    if RECOMPUTE:
-        bias_up, recomputed = (b_up, features & HAS_B_UP), (z_desc, shared_z_0, shared_z_1)
+    bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
+    recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()
     gl.warp_specialize([
         (consume, (s, rows, flags, pipe, tasks, out_0, bias_up, 0, ACT, STAGGER, RECOMPUTE, OMIT, DEBUG)),
         (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, 1, ACT, STAGGER, RECOMPUTE, OMIT, DEBUG)),

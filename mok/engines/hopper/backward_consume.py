@@ -115,7 +115,10 @@ def _whole(left, right, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.constexpr, K_MAJOR: gl.constexpr):
-    """k-steps begin..end-1 of a task. TRANSPOSED: A is stored with its rows contiguous; K_MAJOR: B with k contiguous, as 256 rows of 64. One step stays in flight while the stage of the one before it is given back."""
+    """k-steps begin..end-1 of a task. TRANSPOSED: A is stored with its rows contiguous; K_MAJOR: B with k contiguous, as 256 rows of 64.
+
+    One step stays in flight while the stage of the one before it is given back.
+    """
     for k in range(begin, end):
         stage = stage_of(it)
         mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
@@ -139,7 +142,16 @@ def _multiply_all(pipe, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.cons
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
-    if STAGGER > 0 and WG == 0:
+    if K_MAJOR:
+        # As forward begins: its first multiplication has no accumulator, and whether a sum of -0 keeps its sign could depend on that.
+        acc, it = _multiply(pipe, acc, it, 0, 1, WG, TRANSPOSED, K_MAJOR)
+        first = gl.minimum(steps, gl.maximum(STAGGER, 1))
+        if STAGGER > 1:
+            acc, it = _multiply(pipe, acc, it, 1, first, WG, TRANSPOSED, K_MAJOR)
+        if STAGGER > 0 and WG == 0:
+            mbarrier.arrive(pipe.lead.index(0), pred=staggered)
+        acc, it = _multiply(pipe, acc, it, first, steps, WG, TRANSPOSED, K_MAJOR)
+    elif STAGGER > 0 and WG == 0:
         first = gl.minimum(steps, STAGGER)
         acc, it = _multiply(pipe, acc, it, 0, first, WG, TRANSPOSED, K_MAJOR)
         mbarrier.arrive(pipe.lead.index(0), pred=staggered)

@@ -244,7 +244,8 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
         "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
-        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0) | (16 if has_b_up else 0),
+        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0)
+        | (16 if has_b_up else 0),
         "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
         "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]

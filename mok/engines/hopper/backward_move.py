@@ -1,8 +1,9 @@
 """Mover side of the backward kernel: rows of dy and x into routed buffers, shared gates, and the sums that end the pass.
 
 Order of a CTA's movers: gates of shared experts; rows of dy (the first GEMM waits for them), rows of x (only weight gradients do; with RECOMPUTE the
-first GEMM too, so that each piece is copied from both at once), both in pieces of 16 rows that belong to CTA `piece mod grid`; d_topk_weights when all DH tasks are stored; dx when all DX tasks are, by tickets of 8 tokens that
-consumers take too once their GEMMs are done; bias gradients and the gate weight's gradient. None of them waits for anything that waits for it.
+first GEMM too, so that each piece is copied from both at once), both in pieces of 16 rows that belong to CTA `piece mod grid`; d_topk_weights when all
+DH tasks are stored; dx when all DX tasks are, by tickets of 8 tokens that consumers take too once their GEMMs are done; bias gradients and the gate
+weight's gradient. None of them waits for anything that waits for it.
 
 Which role sums a token changes no bit: each element of dx is one chain of additions in k order, and dot products have one layout whatever the
 number of warps.
