@@ -91,7 +91,8 @@ def soak(rank: int, W: int, store: str, steps: int, seed: int) -> dict[str, Any]
         cuts, ids, (x, route_weights), dy = problem(step, W, seed)
         mine = slice(cuts[rank], cuts[rank + 1])
         delay(draw, busy)
-        ours = gradients(lambda *t, ids=ids[mine]: mok.moe(t[0], ids, *t[1:], group=group), [x[mine], route_weights[mine], *local], dy[mine], lambda: delay(draw, busy))
+        ours = gradients(lambda *t, ids=ids[mine]: mok.moe(t[0], ids, *t[1:], group=group), [x[mine], route_weights[mine], *local], dy[mine],
+                         lambda: delay(draw, busy))
         if cuts[-1]:
             want = gradients(lambda *t, ids=ids: mok.moe(t[0], ids, *t[1:], overlap=alone), [x, route_weights, *weights], dy)
             parts = [want[0][mine], want[1][mine], want[2][mine], want[3][first:first + owned], want[4][first:first + owned]]
