@@ -129,7 +129,8 @@ def test_inputs_come_first_and_counts_are_exact(size, wants, recompute):
 def test_aligned_groups_and_groups_ahead(tiles_of_expert, group, ahead, recompute):
     """The same tasks in another order, inputs first; a group ends with an expert wherever one ends within half a group."""
     tiles, experts = sum(tiles_of_expert), len(tiles_of_expert)
-    s = schedule(H=512, I=320, T=700, num_tiles=tiles, num_experts=experts, group_tiles=group, wants=ALL, num_shared=1, I_0=272, ahead=ahead, recompute=recompute)
+    s = schedule(H=512, I=320, T=700, num_tiles=tiles, num_experts=experts, group_tiles=group, wants=ALL, num_shared=1, I_0=272, ahead=ahead,
+                 recompute=recompute)
     segments = segments_of(tiles_of_expert)
     order = sequence(s, segments=segments, ahead=ahead, recompute=recompute)
     assert sorted(map(identity, order)) == sorted(expected_tasks(s, experts, recompute)) and len(order) == len(set(map(identity, order)))
