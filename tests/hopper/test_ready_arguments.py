@@ -67,8 +67,8 @@ def forward_arguments(case, save=True):
     sizes = launch.scratch_sizes(T, H, I, plan.num_rows, widths, grain)
     scratch = torch.empty(sizes.bytes // 2, dtype=t.x.dtype)
     options = replace(case.options, save_for_backward=save)
-    key = launch._key(plan, t, options, out, z, shared_z, scratch, (None, None, None))
-    return launch._arguments_on_one_rank(plan, t, options, out, z, shared_z, scratch, sizes, grain, key)
+    key = launch._key(plan, t, options, out, z, shared_z, scratch, (None, None, None, None))
+    return launch._ready_list(plan, t, options, out, z, shared_z, scratch, sizes, grain, key, None)
 
 
 def problem(seed=0, **settings):
