@@ -31,7 +31,8 @@ def machine(monkeypatch):
     """Triton's NVIDIA launcher, as this release has it, without a GPU: .launches and .encoded are what reached the driver."""
     launcher = Compiled(lambda *arguments: None)
     encode = Compiled(lambda *arguments: ("encoded", *map(repr, arguments)))
-    utils = SimpleNamespace(launch=launcher, fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode, build_signature_metadata=lambda kinds: bytes(len(kinds)))
+    utils = SimpleNamespace(launch=launcher, fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode,
+                            build_signature_metadata=lambda kinds: bytes(len(kinds)))
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 40 + index))
     monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **source: SimpleNamespace(launch=launcher), raising=False)   # 3.6: a launcher each
     monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
@@ -52,10 +53,11 @@ def arguments_of(source, first=1 << 20):
     """One of every kind that the signature names, all different; constant expressions included."""
     constants = {name[0] if isinstance(name, tuple) else name: value for name, value in source.constants.items()}
     values = []
-    for i, (name, kind) in enumerate(source.signature.items()):
+    for i, kind in enumerate(source.signature.values()):
         if kind.startswith("tensordesc"):
             rank = kind.split("]")[0].count(",") + 1
-            values.append(backward_launch._descriptor(first + 256 * i, tuple(range(i + 2, i + 2 + rank)), (*range(800 + 8 * i, 800 + 8 * (i + rank - 1), 8), 1)))
+            strides = (*range(800 + 8 * i, 800 + 8 * (i + rank - 1), 8), 1)
+            values.append(backward_launch._descriptor(first + 256 * i, tuple(range(i + 2, i + 2 + rank)), strides))
         else:
             values.append(constants.get(i, i) if kind == "constexpr" else 0.5 + i if kind == "fp32" else first + 16 * i)
     return values
