@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .arguments import FLOATS, check_choice, check_integer, check_tensor, check_type, kind_of
-from .config import PRECISIONS, Overlap, check_activation
+from .config import PRECISIONS, Overlap, check_activation, check_recompute
 from .engines.protocol import SharedExpert
 from .group import ExpertGroup
 from .runtime import runtime
@@ -78,14 +78,21 @@ def check_moe_arguments(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gat
             raise ValueError(f"{name}.device={tensor.device} must be x.device={device}")
 
 
-def check_settings(activation: str, swiglu_limit: float | None, precision: str, dtype: torch.dtype, overlap: Overlap | None, layer_key: int) -> None:
-    """Raise ValueError naming a wrong setting, NotImplementedError for a known one that no engine serves yet."""
+def check_settings(activation: str, swiglu_limit: float | None, precision: str, dtype: torch.dtype, overlap: Overlap | None, layer_key: int,
+                   recompute: str | None, fused: bool) -> None:
+    """Raise ValueError naming a wrong setting, NotImplementedError for a known one that no engine serves yet.
+
+    fused: whether the passes of x communicate with other ranks inside their launches.
+    """
     check_activation(activation, swiglu_limit)
     check_choice("precision", precision, PRECISIONS)
     if overlap is not None:
         check_type("overlap", overlap, Overlap, "a mok.Overlap or None")
     if not torch.compiler.is_compiling():        # a look at it would compile every layer of a model anew
         check_integer("layer_key", layer_key)
+    check_recompute(recompute)
+    if recompute is not None and fused:
+        raise NotImplementedError(f"{recompute=} is not implemented where the kernels of an ExpertGroup communicate inside their launches; use None")
     if precision != "bf16":
         raise NotImplementedError(f"{precision=} is not implemented yet; use 'bf16' (unquantised: computation in x's dtype, {dtype})")
 

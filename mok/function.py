@@ -29,7 +29,7 @@ from .runtime import runtime
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
         b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu", swiglu_limit: float | None = None,
         precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None, main_grad: tuple[Tensor, Tensor] | None = None,
-        layer_key: int = 0) -> Tensor:
+        layer_key: int = 0, recompute: str | None = None) -> Tensor:
     """The mixture-of-experts layer given its routes: out[t] = sum_k topk_weights[t,k] * expert_{topk_ids[t,k]}(x[t]) + shared experts.
 
     x (..., H), any strides. topk_ids (..., K) or (T, K) int32/int64, global expert ids, -1 = no expert: contributes exactly nothing and its
@@ -38,7 +38,9 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
     shared: `mok.SharedExpert`s, applied to every token. activation: "swiglu", "swiglu_oai", "geglu" or "reglu"; swiglu_limit clamps the
     first two. precision "bf16" = unquantised, in x's dtype. group: the `mok.ExpertGroup` whose ranks share the experts, None = one rank;
     layer_key tells layers of one group apart in its handshake. overlap: granularity of a fused kernel, changes no bit. main_grad: fp32
-    (E_local, 2I, H) and (E_local, H, I) that backward adds the weight gradients into; .grad of those weights then stays None.
+    (E_local, 2I, H) and (E_local, H, I) that backward adds the weight gradients into; .grad of those weights then stays None. recompute: None =
+    forward keeps z, the gate/up pre-activations, for backward; "z" = it keeps the routing plan alone and backward makes z again: one GEMM of three
+    more, the same bits.
 
     Returns (..., H) in x's dtype. Differentiable once in x, topk_weights and all weights; whatever does not require grad costs nothing.
     A valid expert with weight 0 is computed and multiplied, so its NaN or Inf reaches y, as in the dense formula; only -1 is skipped.
@@ -47,14 +49,15 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
     NotImplementedError for a valid but unsupported one.
     """
     y, _ = moe_with_counts(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, activation, swiglu_limit, precision, group,
-                           overlap, main_grad, layer_key)
+                           overlap, main_grad, layer_key, recompute)
     return y
 
 
 def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
                     b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu",
                     swiglu_limit: float | None = None, precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None,
-                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0, num_experts: int | None = None) -> tuple[Tensor, Tensor]:
+                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0, recompute: str | None = None,
+                    num_experts: int | None = None) -> tuple[Tensor, Tensor]:
     """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received.
 
     num_experts: E as a layer knows it, on which the ranks of a group must agree: the numbers of their experts can fit together by chance.
@@ -63,14 +66,15 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     key, passed = None, False
     if not torch.compiler.is_compiling():
         key, passed = passed_before((x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down), shared,
-                                    (activation, swiglu_limit, precision, overlap, layer_key))
+                                    (activation, swiglu_limit, precision, overlap, layer_key, recompute, group is None))
     try:
         if not passed:
             check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
         check_main_grad(main_grad, w_gate_up, w_down)
         dtype = compute_dtype(x)
-        if not passed:
-            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key)
+        if not passed or group is not None:
+            fused = group is not None and group.fused is not None and x.device == group.fused.device
+            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute, fused)
             remember_passed(key)
     except (ValueError, NotImplementedError) as error:
         if group is not None:
@@ -89,11 +93,11 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     if group is not None:                                  # one rank has nobody to agree with, and a compiled call nothing to specialise on
         wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
         group_key = group.key
-        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{num_experts}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
+        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{num_experts}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{recompute}|{wanted}"
     ids = topk_ids if topk_ids.dim() == 2 else topk_ids.reshape(-1, K)
     plan_arguments = (w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
     if _nothing_watches(ids, differentiable):
-        pass_settings = (activation, swiglu_limit, precision, overlap, save, group_key, signature)
+        pass_settings = (activation, swiglu_limit, precision, recompute, overlap, save, group_key, signature)
         routing = _routing_plan(ids, *plan_arguments)
         if save:
             y = _moe_forward_directly.apply(routing, main_grad, pass_settings, *differentiable)
@@ -106,7 +110,8 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
         gates = [tokens.new_empty(0) if gate is None else gate for gate in differentiable[6 + 2 * n:]]
         plan = torch.ops.mok.plan(ids, *plan_arguments)
         y, _, _ = torch.ops.mok.moe_forward(*differentiable[:6], differentiable[6:6 + n], differentiable[6 + n:6 + 2 * n], gates, plan,
-                                            *(main_grad or (None, None)), activation, swiglu_limit, precision, overlap_values, save, group_key, signature)
+                                            *(main_grad or (None, None)), activation, swiglu_limit, precision, recompute, overlap_values, save, group_key,
+                                            signature)
         counts = plan[_TOKENS_PER_EXPERT]
     return _converted(y if x.dim() == 2 else y.view(x.shape), x.dtype), counts
 
@@ -176,7 +181,8 @@ def _engine_of(device: torch.device, dtype: torch.dtype, H: int, I: int) -> Engi
     return get_engine(engine_name(device, dtype, H, I))
 
 
-_SIGNATURE_FIELDS = ("layer_key", "H", "I", "num_experts", "K", "dtype", "precision", "activation", "swiglu_limit", "wanted gradients")
+_SIGNATURE_FIELDS = ("layer_key", "H", "I", "num_experts", "K", "dtype", "precision", "activation", "swiglu_limit", "recompute",
+                     "wanted gradients")
 
 
 def _signature(text: str) -> dict[str, str]:
@@ -219,17 +225,20 @@ def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
 def _moe_forward(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None, b_down: Tensor | None,
                  shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor], plan: list[Tensor],
                  main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None, activation: str, swiglu_limit: float | None,
-                 precision: str, overlap: list[int], save: bool, group_key: int, signature: str) -> tuple[Tensor, Tensor, Tensor]:
+                 precision: str, recompute: str | None, overlap: list[int], save: bool, group_key: int,
+                 signature: str) -> tuple[Tensor, Tensor, Tensor]:
     """(y, z, shared_z): one forward pass on (T, H) tokens of one dtype. An ungated shared expert has an empty gate tensor."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
-    y, saved = _forward_pass(RoutingPlan(*plan), tensors, activation, swiglu_limit, precision, _overlap(overlap), save, group_key, signature)
+    y, saved = _forward_pass(RoutingPlan(*plan), tensors, activation, swiglu_limit, precision, recompute, _overlap(overlap), save, group_key,
+                             signature)
     return y, saved.z, saved.shared_z
 
 
-def _forward_pass(plan: RoutingPlan, tensors: MoETensors, activation: str, swiglu_limit: float | None, precision: str, overlap: Overlap | None,
-                  save: bool, group_key: int, signature: str) -> tuple[Tensor, Saved]:
+def _forward_pass(plan: RoutingPlan, tensors: MoETensors, activation: str, swiglu_limit: float | None, precision: str, recompute: str | None,
+                  overlap: Overlap | None, save: bool, group_key: int, signature: str) -> tuple[Tensor, Saved]:
+    options = _options(activation, swiglu_limit, precision, recompute, overlap, save and recompute is None)
     with _without_autocast(tensors.x):
-        return _engine(tensors.x, tensors.w_down, group_key).forward(plan, tensors, _options(activation, swiglu_limit, precision, overlap, save))
+        return _engine(tensors.x, tensors.w_down, group_key).forward(plan, tensors, options)
 
 
 _NOTHING = nullcontext()
@@ -242,8 +251,8 @@ def _without_autocast(x: Tensor) -> AbstractContextManager:
 
 
 @lru_cache(maxsize=1024)
-def _options(activation: str, swiglu_limit: float | None, precision: str, overlap: Overlap | None, save: bool) -> PassOptions:
-    return PassOptions(activation, swiglu_limit, precision, overlap, save)
+def _options(activation: str, swiglu_limit: float | None, precision: str, recompute: str | None, overlap: Overlap | None, save: bool) -> PassOptions:
+    return PassOptions(activation, swiglu_limit, precision, overlap, save, recompute)
 
 
 moe_forward_op = torch.library.custom_op("mok::moe_forward", _moe_forward, mutates_args=())
@@ -251,7 +260,8 @@ moe_forward_op = torch.library.custom_op("mok::moe_forward", _moe_forward, mutat
 
 @moe_forward_op.register_fake
 def _(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
-      activation, swiglu_limit, precision, overlap, save, group_key, signature):
+      activation, swiglu_limit, precision, recompute, overlap, save, group_key, signature):
+    save = save and recompute is None
     rows, tokens = (plan[0].shape[0], x.shape[0]) if save else (0, 0)
     if save and group_key and runtime.groups[group_key].capacity_factor is not None:
         rows = cast(int, torch.library.get_ctx().new_dynamic_size())     # of the first wave
@@ -264,7 +274,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, z, shared_z = output
     ctx.mark_non_differentiable(z, shared_z)
     ctx.set_materialize_grads(False)
-    ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _, ctx.group_key, ctx.signature = settings
+    ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.recompute, ctx.overlap, _, ctx.group_key, ctx.signature = settings
     # no saved tensor: several layers or micro-batches may add into one between this forward and its backward
     ctx.main_grad = (main_grad_gate_up, main_grad_down)
     ctx.num_shared, ctx.num_maps = len(shared_gate_up), len(plan)
@@ -275,7 +285,7 @@ def _backward(ctx, dy, dz, dshared_z):
     n, needs = ctx.num_shared, ctx.needs_input_grad
     shared_needs = [need for group in needs[6:9] for need in (group if isinstance(group, (list, tuple)) else [group])]
     flat = _gradients(ctx, dy, [bool(need) for need in (*needs[:6], *shared_needs)])
-    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * ctx.num_maps, *(None,) * 9)
+    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * ctx.num_maps, *(None,) * 10)
 
 
 class _moe_forward_directly(torch.autograd.Function):
@@ -306,10 +316,11 @@ class _moe_forward_directly(torch.autograd.Function):
 def _direct_gradients(ctx, dy: Tensor, wants: tuple[bool, ...]) -> list[Tensor | None]:
     """Gradients of `_moe_forward_directly`'s tensors; None where not wanted, or where main_grad takes it."""
     z, shared_z, *saved = ctx.saved_tensors
-    activation, swiglu_limit, precision, overlap, _, group_key, signature = ctx.settings
+    activation, swiglu_limit, precision, recompute, overlap, _, group_key, signature = ctx.settings
     count = len(wants)
-    return _run_backward(dy, _moe_tensors(saved[:count]), _options(activation, swiglu_limit, precision, overlap, True), RoutingPlan(*saved[count:]),
-                         Saved(z, shared_z), wants, None if ctx.main_grad is None else MainGrad(*ctx.main_grad), group_key, signature)
+    options = _options(activation, swiglu_limit, precision, recompute, overlap, True)
+    return _run_backward(dy, _moe_tensors(saved[:count]), options, RoutingPlan(*saved[count:]), Saved(z, shared_z), wants,
+                         None if ctx.main_grad is None else MainGrad(*ctx.main_grad), group_key, signature)
 
 
 def _gradients(ctx, dy, wants: list[bool]) -> list[Tensor | None]:
@@ -320,7 +331,7 @@ def _gradients(ctx, dy, wants: list[bool]) -> list[Tensor | None]:
     x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z = saved[:8]
     plan, shared = list(saved[8:-3 * n or None]), list(saved[len(saved) - 3 * n:])
     arguments = (dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared[:n], shared[n:2 * n], shared[2 * n:], plan, z, shared_z,
-                 ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, wants, ctx.group_key, ctx.signature)
+                 ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.recompute, ctx.overlap, wants, ctx.group_key, ctx.signature)
     returned = _returned(wants, ctx.main_grad[0] is not None)
     with torch.no_grad():                                                      # under create_graph too: the engines' own operations are no graph
         if ctx.main_grad[0] is None:
@@ -340,12 +351,12 @@ moe_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 def _moe_backward(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
                   b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
-                  plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
+                  plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str, recompute: str | None,
                   overlap: list[int], wants: list[bool], group_key: int, signature: str) -> list[Tensor]:
     """Gradients for which `wants` is true, in the order x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, then all shared gate_ups, downs,
     gates."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
-    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True, recompute)
     computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), tuple(wants), None, group_key, signature)
     return [grad for grad in computed if grad is not None]
 
@@ -355,7 +366,7 @@ moe_backward_op = torch.library.custom_op("mok::moe_backward", _moe_backward, mu
 
 @moe_backward_op.register_fake
 def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, z, shared_z, activation,
-      swiglu_limit, precision, overlap, wants, group_key, signature):
+      swiglu_limit, precision, recompute, overlap, wants, group_key, signature):
     inputs = [x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared_gate_up, *shared_down, *shared_gate]
     return [t.new_empty(t.shape) for t, give in zip(inputs, wants, strict=True) if give]
 
@@ -363,14 +374,14 @@ def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up,
 def _moe_backward_into(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
                        b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
                        plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
-                       overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
+                       recompute: str | None, overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
                        main_grad_down: Tensor, grads: list[Tensor]) -> None:
     """`moe_backward` that adds d w_gate_up and d w_down into main_grad and writes every other wanted gradient into `grads`, in order.
 
     An op of its own: one that writes into its arguments cannot also return a list of tensors under torch.compile.
     """
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
-    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True, recompute)
     main_grad = MainGrad(main_grad_gate_up, main_grad_down)
     computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), tuple(wants), main_grad, group_key, signature)
     for out, grad in zip(grads, [grad for grad in computed if grad is not None], strict=True):

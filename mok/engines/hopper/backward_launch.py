@@ -29,7 +29,7 @@ _RANKS = {"up_desc": 4, "up_grad_desc": 4,
           **dict.fromkeys(("z_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0", "shared_up_grad_0",
                            "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
 _FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights")
-_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
+_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_up", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
          "d_up", "d_down", "d_shared_up_0", "d_shared_down_0", "d_shared_up_1", "d_shared_down_1")
 _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
@@ -42,7 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. With recompute z (R, 2I) and shared_z
+    (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -53,11 +54,13 @@ class BackwardScratch:
     shared_wh: int
     partials: int
     gates: int
+    z: int = 0
+    shared_z: int = 0
 
     @property
     def narrow(self) -> int:
         """Elements of all bf16 buffers together."""
-        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh
+        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh + self.z + self.shared_z
 
     @property
     def wide(self) -> int:
@@ -77,23 +80,26 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
+    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
         dy_rows=rows * H if product or wants.w_down else 0,
-        x_rows=rows * H if wants.w_gate_up else 0,
+        x_rows=rows * H if wants.w_gate_up or z_again else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
         results=(rows + count * token_rows) * H if wants.x else 0,
         shared_dz=count * token_rows * 2 * widest if shared_product else 0,
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
-        gates=count * token_rows)
+        gates=count * token_rows,
+        z=rows * 2 * I if z_again else 0,
+        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -111,14 +117,15 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
             return grads
         if reserve_sms is None:
             reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-        buffers = _buffers(plan, tensors, wants)
+        recompute = options.recompute is not None
+        buffers = _buffers(plan, tensors, wants, recompute)
         key = _key(plan, tensors, options, saved, dy, wants, main_grad, grads, (config, group_tiles, options.overlap), buffers)
         found = ready_arguments.find_launch(key)
         if found is not None and reserve_sms < found[1]:
-            state = _launch_state(plan, tensors)
+            state = _launch_state(plan, tensors, recompute)
             found[0](found[1] - reserve_sms, current_stream(tensors.x.device.index), state.data_ptr(), _set_words(state))
             return grads
-        config = config or BackwardConfig(VARIANTS[_variant(options)])
+        config = config or BackwardConfig(VARIANTS[_variant(options)], recompute=recompute)
         if group_tiles is None:
             asked = options.overlap.minibatch_rows if options.overlap else None
             group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
@@ -167,10 +174,10 @@ def _zeroed(grads: Grads) -> Grads:
 def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
                       grads: Grads, group_tiles: int, buffers: tuple[BackwardScratch, Tensor, Tensor], key: Hashable) -> list[Any]:
     """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    state = _launch_state(plan, tensors)
+    state = _launch_state(plan, tensors, options.recompute is not None)
     arguments = ready_arguments.find(key)
     if arguments is None:
-        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, state)
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, state, options.recompute is not None)
         read, own = _touched(plan, tensors, saved, dy, main_grad, grads, buffers)
         ready_arguments.keep(key, arguments, (*read, *own, state))
     else:
@@ -178,21 +185,23 @@ def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptio
     return arguments
 
 
-def _launch_state(plan: RoutingPlan, tensors: MoETensors) -> Tensor:
-    tiles = 2 * (plan.num_rows // TILE) + (len(tensors.shared) + 1) * -(-tensors.x.shape[0] // TILE) + tensors.w_down.shape[0]
+def _launch_state(plan: RoutingPlan, tensors: MoETensors, recompute: bool) -> Tensor:
+    row_tiles, token_tiles, count = plan.num_rows // TILE, -(-tensors.x.shape[0] // TILE), len(tensors.shared)
+    tiles = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + ((1 + row_tiles + count * token_tiles) if recompute else 0)
     return launch_state(tensors.x.device, -(-tiles // 4))[0]
 
 
-def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants) -> tuple[BackwardScratch, Tensor, Tensor]:
+def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, recompute: bool) -> tuple[BackwardScratch, Tensor, Tensor]:
     """The launch's scratch: sizes, bf16 and fp32 memory."""
     x = tensors.x
-    sizes = _scratch_of(*x.shape, tensors.w_down.shape[2], plan.num_rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants)
+    sizes = _scratch_of(*x.shape, tensors.w_down.shape[2], plan.num_rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants,
+                        recompute)
     return sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)
 
 
 @lru_cache(maxsize=4096)
-def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants) -> BackwardScratch:
-    return backward_scratch(T, H, I, rows, shared_widths, wants)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute)
 
 
 @lru_cache(maxsize=4096)
@@ -218,8 +227,8 @@ def _touched(plan: RoutingPlan, tensors: MoETensors, saved: Saved, dy: Tensor, m
 def _key(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
          grads: Grads, settings: Hashable, buffers: tuple[BackwardScratch, Tensor, Tensor]) -> Hashable:
     """What the kernel's run-time arguments depend on; settings: what chose the variant and the groups."""
-    return ready_arguments.key_of((settings, options.activation, options.swiglu_limit, wants, main_grad is None, tensors.x.device, plan.num_rows),
-                                  *_touched(plan, tensors, saved, dy, main_grad, grads, buffers))
+    return ready_arguments.key_of((settings, options.activation, options.swiglu_limit, options.recompute, wants, main_grad is None, tensors.x.device,
+                                   plan.num_rows), *_touched(plan, tensors, saved, dy, main_grad, grads, buffers))
 
 
 def _set_words(state: Tensor) -> int:
@@ -227,7 +236,8 @@ def _set_words(state: Tensor) -> int:
 
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor) -> list[Any]:
+               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor,
+               recompute: bool) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -236,8 +246,10 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     rows = plan.num_rows
     widths = [expert.w_down.shape[1] for expert in tensors.shared]
     count, token_tiles = len(widths), -(-T // TILE)
-    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh = narrow.split(
-        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh])
+    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh, z, shared_z = narrow.split(
+        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
+    if recompute:
+        saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
     partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
@@ -263,6 +275,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
+    has_b_up = tensors.b_gate_up is not None and recompute
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
@@ -276,8 +289,10 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
         "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
-        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0),
-        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
+        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0)
+        | (16 if has_b_up else 0),
+        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
+        "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 
@@ -352,5 +367,6 @@ def source(config: BackwardConfig) -> GluonASTSource:
 
 
 def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
-    """(name, source, compile options) of every production variant of the backward kernel."""
-    return [(f"backward_{name}", source(BackwardConfig(act)), {"num_warps": 4, **COMPILE_OPTIONS}) for name, act in VARIANTS.items()]
+    """(name, source, compile options) of every production variant of the backward kernel; each is compiled when it is first used."""
+    return [(f"backward_{name}{'_recompute' if recompute else ''}", source(BackwardConfig(act, recompute=recompute)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for recompute in (False, True) for name, act in VARIANTS.items()]
