@@ -12,6 +12,7 @@ plan_kernel = pytest.importorskip("mok.engines.hopper.plan_kernel")
 import triton  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 
+from mok.engines.hopper import compat  # noqa: E402
 from mok.engines.hopper.compat import current_stream, ready_launch  # noqa: E402
 
 
@@ -131,5 +132,8 @@ def test_an_unknown_launcher_is_left_to_triton(machine):
     assert not machine.launches
 
 
-def test_the_current_stream_is_tritons(machine):
+def test_the_current_stream_comes_from_pytorch_or_triton(machine, monkeypatch):
+    monkeypatch.setattr(compat, "_RAW_STREAM", None)
     assert current_stream(2) == 42
+    monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50 + index)
+    assert current_stream(2) == 52
