@@ -150,10 +150,10 @@ def unpack(bits, RECOMPUTE: gl.constexpr):
     """(kind, shared expert or -1, column tile) of a task record's bits."""
     if RECOMPUTE:
         is_z = (bits >= TASK_Z).to(gl.int32)
-        kind, column = (bits & 3) - is_z, (bits & (TASK_Z - 1)) // TASK_COLUMN
+        kind, slot, column = (bits & 3) - is_z, ((bits >> 2) & 3) - 1, (bits & (TASK_Z - 1)) // TASK_COLUMN
     else:
-        kind, column = bits & 3, bits // TASK_COLUMN
-    return kind, ((bits >> 2) & 3) - 1, column
+        kind, slot, column = bits & 3, ((bits >> 2) & 3) - 1, bits // TASK_COLUMN
+    return kind, slot, column
 
 
 @aggregate
