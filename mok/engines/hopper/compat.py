@@ -50,7 +50,7 @@ def new_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 @lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(the shape, its strides) as plain tuples: `_EMPTY_CUDA` refuses a torch.Size."""
-    strides: tuple[int, ...] = (1,)
+    strides: tuple[int, ...] = (1,) if shape else ()
     for size in shape[:0:-1]:
         strides = (strides[0] * (size or 1), *strides)
     return tuple(shape), strides
