@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_support import Memory
 from oracle import make_case, want_all
 
 from mok.engines.protocol import MainGrad, MoETensors, PassOptions, SharedExpert, Wants
@@ -37,21 +38,6 @@ def plain(arguments):
     """Addresses for tensors, and what a descriptor describes: what reaches the kernel."""
     return [a.data_ptr() if isinstance(a, torch.Tensor) else (a.base.data_ptr(), a.shape, a.strides, a.block_shape) if hasattr(a, "base") else a
             for a in arguments]
-
-
-class Memory:
-    """The same blocks for the same sizes, as PyTorch's allocator gives them to a loop."""
-
-    def __init__(self, monkeypatch):
-        self.blocks: dict[tuple, torch.Tensor] = {}
-        self.empty = torch.empty
-        monkeypatch.setattr(torch, "empty", self)
-
-    def __call__(self, *size, **kwargs):
-        key = (size, kwargs.get("dtype"))
-        if key not in self.blocks:
-            self.blocks[key] = self.empty(*size, **kwargs)
-        return self.blocks[key]
 
 
 def forward_arguments(case, save=True):

@@ -321,8 +321,8 @@ def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
     return x if good else x.clone(memory_format=torch.contiguous_format)      # contiguous() would keep a contiguous x at an odd address
 
 
-def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any], list_key: Hashable, varying: Sequence[int],
-                  resident: int, options: dict[str, Any] | None = None) -> None:
+def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any], list_key: Hashable = None,
+                  varying: Sequence[int] = (), resident: int = 0, options: dict[str, Any] | None = None) -> None:
     """Launch `kernel` with `config.constexprs()`; from a config's second launch on without Triton's look at the arguments, which may then be addresses.
 
     That look is half of a launch's host time and cannot change its answer: one config is one binary, whatever the arguments' values
@@ -338,7 +338,7 @@ def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, argu
         return
     stream = current_stream(device_index)
     binary.run(blocks, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments, *constexprs.values())
-    if not any(isinstance(argument, Tensor) for argument in arguments):
+    if list_key is not None and not any(isinstance(argument, Tensor) for argument in arguments):
         ready_arguments.keep_launch(list_key, binary, (*arguments, *constexprs.values()), varying, resident)
 
 
