@@ -39,10 +39,17 @@ def test_scratch_of_shared_experts():
 def test_scratch_where_z_is_made_again(wants, routed, shared):
     """z and the rows of x that it comes from wherever a DH task reads z, of each kind; nothing else changes, and nothing without recompute."""
     saving = launch.backward_scratch(T=200, H=64, I=32, rows=512, shared_widths=[80, 336], wants=wants)
-    again = launch.backward_scratch(T=200, H=64, I=32, rows=512, shared_widths=[80, 336], wants=wants, recompute=True)
+    again = launch.backward_scratch(T=200, H=64, I=32, rows=512, shared_widths=[80, 336], wants=wants, z_rows=384)
     assert (saving.z, saving.shared_z) == (0, 0)
-    assert (again.z, again.x_rows, again.shared_z) == (512 * 64 * routed, 512 * 64 * routed, 200 * 2 * 416 * shared)
-    assert replace(again, z=0, shared_z=0, x_rows=saving.x_rows) == saving and again.bytes - saving.bytes == 2 * (2 * 512 * 64 * routed + again.shared_z)
+    assert (again.z, again.x_rows, again.shared_z) == (384 * 64 * routed, 512 * 64 * routed, 200 * 2 * 416 * shared)
+    assert replace(again, z=0, shared_z=0, x_rows=saving.x_rows) == saving and again.bytes - saving.bytes == 2 * (again.z + again.x_rows + again.shared_z)
+
+
+def test_ring_of_z():
+    """Three groups of 5 row tiles, twice as many where groups end with experts; no more than the plan has, and none where z is saved."""
+    again, aligned = launch.BackwardConfig(0, recompute=True), launch.BackwardConfig(0, recompute=True, align=True, ahead=2)
+    assert [launch.z_ring_rows(10**6, 5, config) for config in (launch.BackwardConfig(0), again, aligned)] == [None, 15 * 128, 40 * 128]
+    assert launch.z_ring_rows(1280, 5, again) == 1280
 
 
 @pytest.mark.parametrize("H, I", [(2048, 768), (7168, 2048), (4096, 14336), (16, 16)])
@@ -80,7 +87,7 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad,
     if recompute:
         saved = Saved(saved.z[:0], saved.shared_z[:0])
     config = launch.BackwardConfig(0, recompute=recompute)
-    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 16, config)
+    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 2, config)
     signature = launch.source(config).signature
     names = [name for name, kind in signature.items() if kind != "constexpr"]
     assert len(arguments) == len(names)
@@ -99,7 +106,8 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad,
     assert 4 * (asked[0] - 1) < counters <= 4 * asked[0]
     by_name = dict(zip(names, arguments))
     assert (by_name["features"] & 16 != 0) == (recompute and "biases" in settings) == (by_name["b_up"] is t.b_gate_up)
-    assert by_name["z_desc"].shape == [2, plan.num_rows, 176] and by_name["x_rows_desc"].shape == [plan.num_rows, 272]
+    assert plan.num_rows > 768 and by_name["z_desc"].shape == [2, 768 if recompute else plan.num_rows, 176]
+    assert by_name["x_rows_desc"].shape == [plan.num_rows, 272]
     if shared:
         assert [by_name[f"shared_z_{i}"].shape for i in range(2)] == [[2, 200, 80], [2, 200, 336]]
         assert by_name["shared_z_1"].base.data_ptr() - by_name["shared_z_0"].base.data_ptr() == 2 * 2 * 80

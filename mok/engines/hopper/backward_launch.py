@@ -42,8 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. With recompute z (R, 2I) and shared_z
-    (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. Where z is made again, z (ring rows, 2I) and
+    shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -75,14 +75,15 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, z_rows: int | None = None) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. z_rows: None = forward has saved z, else rows of the ring (`z_ring_rows`) in which it is made again."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
-    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
+    z_again = z_rows is not None and (product or wants.w_down)
+    shared_z_again = z_rows is not None and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
         dy_rows=rows * H if product or wants.w_down else 0,
         x_rows=rows * H if wants.w_gate_up or z_again else 0,
@@ -93,8 +94,13 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
         gates=count * token_rows,
-        z=rows * 2 * I if z_again else 0,
+        z=z_rows * 2 * I if z_rows is not None and z_again else 0,
         shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
+
+
+def z_ring_rows(rows: int, group_tiles: int, config: BackwardConfig) -> int | None:
+    """Rows of the ring of routed z, no more than the plan's; None where z is not made again. As backward_tasks.z_ring has it."""
+    return min(rows, group_tiles * (config.ahead + 2) * (2 if config.align else 1) * TILE) if config.recompute else None
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -164,7 +170,8 @@ def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptio
     x, shared = tensors.x, tensors.shared
     T, H = x.shape
     E, _, I = tensors.w_down.shape
-    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants, config.recompute)
+    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants,
+                             z_ring_rows(plan.num_rows, group_tiles, config))
     narrow = torch.empty(sizes.narrow, dtype=x.dtype, device=x.device)
     wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
     row_tiles, token_tiles = plan.num_rows // TILE, -(-T // TILE)
@@ -211,7 +218,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
     boxes["up_desc"] = (up, (E, 2, I, H), (up.stride(0), I * up.stride(1), up.stride(1), 1))
     boxes["down_desc"] = (down, (E, H, I), down.stride())
-    boxes["z_desc"] = (saved.z, (2, rows, I), (I, 2 * I, 1))
+    boxes["z_desc"] = (saved.z, (2, saved.z.shape[0], I), (I, 2 * I, 1))
     for name, buffer, width in (("dy_rows_desc", dy_rows, H), ("x_rows_desc", x_rows, H), ("wh_desc", wh, I)):
         boxes[name] = (buffer, (rows, width), (width, 1))
     boxes["dz_desc"] = (dz, (2, rows, I), (I, 2 * I, 1))
