@@ -46,10 +46,9 @@ def test_scratch_where_z_is_made_again(wants, routed, shared):
 
 
 def test_ring_of_z():
-    """Three groups of 5 row tiles, twice as many where groups end with experts; no more than the plan has, and none where z is saved."""
-    again, aligned = launch.BackwardConfig(0, recompute=True), launch.BackwardConfig(0, recompute=True, align=True, ahead=2)
-    assert [launch.z_ring_rows(10**6, 5, config) for config in (launch.BackwardConfig(0), again, aligned)] == [None, 15 * 128, 40 * 128]
-    assert launch.z_ring_rows(1280, 5, again) == 1280
+    """Three groups of 5 row tiles, twice as many where groups end with experts and one more for each group ahead; no more than the plan has."""
+    assert launch.z_ring_rows(10**6, 5) == 15 * 128 and launch.z_ring_rows(10**6, 5, launch.BackwardConfig(0, align=True, ahead=2)) == 40 * 128
+    assert launch.z_ring_rows(1280, 5) == 1280
 
 
 @pytest.mark.parametrize("H, I", [(2048, 768), (7168, 2048), (4096, 14336), (16, 16)])
@@ -86,9 +85,9 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad,
     assert (grads.w_gate_up is None) == into_main_grad and (grads.w_down is None) == into_main_grad
     if recompute:
         saved = Saved(saved.z[:0], saved.shared_z[:0])
-    config = launch.BackwardConfig(0, recompute=recompute)
-    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 2, config)
-    signature = launch.source(config).signature
+    buffers = launch._buffers(plan, t, wants, launch.z_ring_rows(plan.num_rows, 2) if recompute else None)
+    arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 2, buffers, object(), recompute)
+    signature = launch.source(launch.BackwardConfig(0, recompute=recompute)).signature
     names = [name for name, kind in signature.items() if kind != "constexpr"]
     assert len(arguments) == len(names)
     types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,7 @@ from ...plan import RoutingPlan
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import ready_arguments
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
-from .compat import COMPILE_OPTIONS
+from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
 from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
 from .state import CONTROL_WORDS, launch_state
 
@@ -63,8 +63,13 @@ class BackwardScratch:
         return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh + self.z + self.shared_z
 
     @property
+    def wide(self) -> int:
+        """Elements of all fp32 buffers together."""
+        return self.partials + 2 * self.gates
+
+    @property
     def bytes(self) -> int:
-        return 2 * self.narrow + 4 * (self.partials + 2 * self.gates)
+        return 2 * self.narrow + 4 * self.wide
 
 
 def want_bits(wants: Wants) -> int:
@@ -98,9 +103,10 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
 
 
-def z_ring_rows(rows: int, group_tiles: int, config: BackwardConfig) -> int | None:
-    """Rows of the ring of routed z, no more than the plan's; None where z is not made again. As backward_tasks.z_ring has it."""
-    return min(rows, group_tiles * (config.ahead + 2) * (2 if config.align else 1) * TILE) if config.recompute else None
+def z_ring_rows(rows: int, group_tiles: int, config: BackwardConfig | None = None) -> int:
+    """Rows of the ring in which routed z is made again, no more than the plan's; as backward_tasks.z_ring has it. config: None = production's."""
+    config = config or BackwardConfig(0)
+    return min(rows, group_tiles * (config.ahead + 2) * (2 if config.align else 1) * TILE)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -110,24 +116,36 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
     `config`, `group_tiles` (row tiles that go from dh to dx together), `reserve_sms`: for tests and tuning; none changes a bit.
     Raises ValueError where reserve_sms leaves no multiprocessor.
     """
-    grads = _empty_grads(tensors, wants, main_grad)
-    if tensors.x.shape[0] == 0:
-        return _zeroed(grads)
-    if want_bits(wants) == 0:
-        return grads
-    config = config or BackwardConfig(VARIANTS[_variant(options)], recompute=options.recompute is not None)
-    if reserve_sms is None:
-        reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-    if group_tiles is None:
-        asked = options.overlap.minibatch_rows if options.overlap else None
-        group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
-    with torch.cuda.device(tensors.x.device):
-        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, config)
+    with on_device(tensors.x):
+        grads = _empty_grads(tensors, wants, main_grad)
+        if tensors.x.shape[0] == 0:
+            return _zeroed(grads)
+        if _nothing_wanted(wants):
+            return grads
+        if reserve_sms is None:
+            reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
+        recompute = options.recompute is not None if config is None else bool(config.recompute)
+        z_rows = z_ring_rows(plan.num_rows, group_tiles or _group_tiles(options, tensors), config) if recompute else None
+        buffers = _buffers(plan, tensors, wants, z_rows)
+        key = _key(plan, tensors, options, saved, dy, wants, main_grad, grads, (config, group_tiles, options.overlap), buffers)
+        found = ready_arguments.find_launch(key)
+        if found is not None and reserve_sms < found[1]:
+            state = _launch_state(plan, tensors, recompute)
+            found[0](found[1] - reserve_sms, current_stream(tensors.x.device.index), state.data_ptr(), _set_words(state))
+            return grads
+        config = config or BackwardConfig(VARIANTS[_variant(options)], recompute=recompute)
+        group_tiles = group_tiles or _group_tiles(options, tensors)
+        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, buffers, key, recompute)
         blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
-        launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments)
+        launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments, key, (_STATE, _SET_WORDS), blocks)
     return grads
+
+
+def _group_tiles(options: PassOptions, tensors: MoETensors) -> int:
+    asked = options.overlap.minibatch_rows if options.overlap else None
+    return asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
 
 
 def default_group(H: int, I: int) -> int:
@@ -148,7 +166,7 @@ def _variant(options: PassOptions) -> str:
 def _empty_grads(tensors: MoETensors, wants: Wants, main_grad: MainGrad | None) -> Grads:
     """Memory for the wanted gradients; the kernel writes every element of it."""
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
+        return new_empty(tensor, tensor.shape, tensor.dtype) if wanted and tensor is not None else None
 
     into_main = main_grad is not None
     shared = [(like(expert.w_gate_up, up), like(expert.w_down, down), like(expert.gate_weight, gate))
@@ -165,32 +183,64 @@ def _zeroed(grads: Grads) -> Grads:
 
 
 def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                      grads: Grads, group_tiles: int, config: BackwardConfig) -> list[Any]:
-    """Scratch, and the kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    x, shared = tensors.x, tensors.shared
-    T, H = x.shape
-    E, _, I = tensors.w_down.shape
-    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants,
-                             z_ring_rows(plan.num_rows, group_tiles, config))
-    narrow = torch.empty(sizes.narrow, dtype=x.dtype, device=x.device)
-    wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
-    row_tiles, token_tiles = plan.num_rows // TILE, -(-T // TILE)
-    counters = 2 * row_tiles + (len(shared) + 1) * token_tiles + E
-    if config.recompute:
-        counters += 1 + row_tiles + len(shared) * token_tiles
-    state, _ = launch_state(x.device, -(-counters // 4))
-    touched = (x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, saved.z, saved.shared_z, narrow, wide,
-               *plan.tensors(), *((main_grad.w_gate_up, main_grad.w_down) if main_grad else ()),
-               grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for expert in grads.shared for part in expert),
-               *(part for expert in shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
-    key = ready_arguments.key_of((config, group_tiles, options.activation, options.swiglu_limit, wants, main_grad is None, x.device.index), touched)
+                      grads: Grads, group_tiles: int, buffers: tuple[BackwardScratch, Tensor, Tensor], key: Hashable,
+                      recompute: bool) -> list[Any]:
+    """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
+    state = _launch_state(plan, tensors, recompute)
     arguments = ready_arguments.find(key)
     if arguments is None:
-        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, state, config)
-        ready_arguments.keep(key, arguments, (*touched, state))
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, state, recompute)
+        read, own = _touched(plan, tensors, saved, dy, main_grad, grads, buffers)
+        ready_arguments.keep(key, arguments, (*read, *own, state))
     else:
         arguments[_STATE], arguments[_SET_WORDS] = state.data_ptr(), _set_words(state)      # the stream's block, or a captured launch's own
     return arguments
+
+
+def _launch_state(plan: RoutingPlan, tensors: MoETensors, recompute: bool) -> Tensor:
+    row_tiles, token_tiles, count = plan.num_rows // TILE, -(-tensors.x.shape[0] // TILE), len(tensors.shared)
+    tiles = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + ((1 + row_tiles + count * token_tiles) if recompute else 0)
+    return launch_state(tensors.x.device, -(-tiles // 4))[0]
+
+
+def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, z_rows: int | None) -> tuple[BackwardScratch, Tensor, Tensor]:
+    """The launch's scratch: sizes, bf16 and fp32 memory. z_rows: as in `backward_scratch`."""
+    x = tensors.x
+    sizes = _scratch_of(*x.shape, tensors.w_down.shape[2], plan.num_rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants,
+                        z_rows)
+    return sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, z_rows: int | None) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, z_rows)
+
+
+@lru_cache(maxsize=4096)
+def _nothing_wanted(wants: Wants) -> bool:
+    return want_bits(wants) == 0
+
+
+def _touched(plan: RoutingPlan, tensors: MoETensors, saved: Saved, dy: Tensor, main_grad: MainGrad | None, grads: Grads,
+             buffers: tuple[BackwardScratch, Tensor, Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """(the caller's tensors, in any layout; contiguous ones whose shapes follow from theirs) that a launch reads or writes."""
+    read = [tensors.x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down]
+    for expert in tensors.shared:
+        read += (expert.w_gate_up, expert.w_down, expert.gate_weight)
+    own = [saved.z, saved.shared_z, *buffers[1:], *plan.tensors(),
+           grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down]
+    for parts in grads.shared:
+        own += parts
+    if main_grad is not None:
+        own += (main_grad.w_gate_up, main_grad.w_down)
+    return read, own
+
+
+def _key(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+         grads: Grads, settings: Hashable, buffers: tuple[BackwardScratch, Tensor, Tensor]) -> Hashable:
+    """What the kernel's run-time arguments depend on; settings: what chose the variant and the groups."""
+    return ready_arguments.key_of((settings, options.activation, options.swiglu_limit, options.recompute, wants, main_grad is None, tensors.x.device,
+                                   plan.num_rows), *_touched(plan, tensors, saved, dy, main_grad, grads, buffers))
 
 
 def _set_words(state: Tensor) -> int:
@@ -199,7 +249,7 @@ def _set_words(state: Tensor) -> int:
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
                grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor,
-               config: BackwardConfig) -> list[Any]:
+               recompute: bool) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -210,7 +260,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     count, token_tiles = len(widths), -(-T // TILE)
     dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh, z, shared_z = narrow.split(
         [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
-    if config.recompute:
+    if recompute:
         saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
     partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
@@ -237,7 +287,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
-    has_b_up = tensors.b_gate_up is not None and config.recompute
+    has_b_up = tensors.b_gate_up is not None and recompute
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
