@@ -6,8 +6,8 @@
 Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows of the plan, G row tiles of a group. BF16, fp32 accumulation.
 Limits: `limits.unsupported_reason`. Task order: backward_tasks.py. Roles, flags and fences: docs/kernels-backward.md.
 
-Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) = 4. Everything else, the wanted gradients
-included, is a run-time value.
+Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) = 4 on one rank, 4 on several. Everything else,
+the wanted gradients included, is a run-time value.
 """
 from dataclasses import dataclass
 
@@ -22,7 +22,9 @@ from .backward_pipe import CHUNK, DH_DONE, DX_DONE, FINISHED, NUM_STAGES, QUEUE,
 from .backward_store import storer
 from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, all_dh_tasks, all_dx_tasks, make_schedule, shared_wants
 from .compat import reinterpret, thread_barrier
+from .expert_parallel_backward_move import group_mover, stage_gradients
 from .gemm import SET_HEADER
+from .peers import tell_abort
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
 
 MOVER_WARPS = 2
@@ -34,8 +36,10 @@ class BackwardConfig:
     """What selects a binary. All but `act` is fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps.
 
     align: groups of row tiles end where experts end; ahead: groups between a DH task and the DX tasks that read its dz.
+    several_ranks: rows come from and gradients go to the other ranks of a group.
     """
     act: int
+    several_ranks: bool = False
     stagger: int = 1              # measured for forward (H200, 2026-11-30): with more, too few of the four stages are left to load ahead
     copy_rows: int = 8
     align: bool = False
@@ -53,12 +57,12 @@ class BackwardConfig:
 
     def constexprs(self) -> dict[str, int]:
         return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows,
-                "ALIGN": int(self.align), "AHEAD": self.ahead, "DEBUG": self.debug, "OMIT": self.omit,
+                "EP": int(self.several_ranks), "ALIGN": int(self.align), "AHEAD": self.ahead, "DEBUG": self.debug, "OMIT": self.omit,
                 "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 200, "HELPER_REGISTERS": 104}
 
 
 INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "set_words",
-            "group_tiles", "shared_results_row", "features", "wants", "activation"]
+            "group_tiles", "shared_results_row", "features", "wants", "activation", "pass_number"]
 # bits of `features`
 GATED = gl.constexpr(3)
 HAS_B_DOWN = gl.constexpr(4)
@@ -89,6 +93,15 @@ def _begin_launch(state, set_words):
 
 
 @gluon.jit
+def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, OMIT: gl.constexpr,
+           DEBUG: gl.constexpr):
+    if EP:
+        group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, 1, NW, OMIT, DEBUG)
+    else:
+        mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, NW, OMIT, DEBUG)
+
+
+@gluon.jit
 def _audit(s, totals, state):
     """The last CTA to finish checks that exactly the tasks that roles waited for were published; a mismatch is reported as a time-out is (rule 8)."""
     finished = gl.atomic_add(totals + FINISHED, 1, sem="acq_rel", scope="gpu")
@@ -109,7 +122,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
                      capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit,
-                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr,
+                     row_to_rank, row_weights, pass_number,
+                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, EP: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr,
                      OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -145,20 +159,24 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     first = totals + SET_HEADER
     gates_ready = first + 2 * capacity + num_shared * s.token_tiles
     flags = BackwardFlags(totals, first, first + capacity, gates_ready, gates_ready + s.token_tiles, state, capacity)
-    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, topk_weights, gates, features & GATED, partials, main_up, main_down,
+    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, row_weights if EP else topk_weights, gates, features & GATED, partials,
+                main_up, main_down,
                 features & INTO_MAIN_GRAD, activation, limit)
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
-             d_gate_1, gate_slopes, K, E)
+             d_gate_1, gate_slopes, K, E, row_to_rank)
+    if EP:
+        stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, DEBUG)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     gl.warp_specialize([
-        (consume, (s, rows, flags, pipe, tasks, out_0, 0, ACT, STAGGER, OMIT, DEBUG)),
-        (consume, (s, rows, flags, pipe, tasks, out_1, 1, ACT, STAGGER, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_0, 0, ACT, STAGGER, EP, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_1, 1, ACT, STAGGER, EP, OMIT, DEBUG)),
         (producer, (s, rows, flags, pipe, tasks, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
                     (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), ALIGN, AHEAD, DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
                   shared_results_row, DEBUG)),
-        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),
+        (_mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, MOVER_WARPS,
+                  EP, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
     _audit(s, totals, state)
@@ -178,6 +196,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
         _poison(db_down, E.to(gl.int64) * H, (wants & WANT_BIAS_DOWN) != 0, tickets + 5)
         _poison_shared(d_shared_up_0, d_shared_down_0, d_gate_0, H, I_0, shared_wants(s, T * 0), tickets + 6)
         _poison_shared(d_shared_up_1, d_shared_down_1, d_gate_1, H, I_1, shared_wants(s, T * 0 + 1), tickets + 8)
+        if EP:
+            tell_abort(state)
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ VARIANTS = {"swiglu": 0, "clamped": 1, "geglu": 2, "reglu": 3}     # BackwardCon
 _RANKS = {"up_desc": 4, "up_grad_desc": 4,
           **dict.fromkeys(("z_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0", "shared_up_grad_0",
                            "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
-_FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights")
+_FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights", "row_weights")
 _BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
          "d_up", "d_down", "d_shared_up_0", "d_shared_down_0", "d_shared_up_1", "d_shared_down_1")
 _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
@@ -308,3 +308,9 @@ def source(config: BackwardConfig) -> GluonASTSource:
 def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
     """(name, source, compile options) of every production variant of the backward kernel."""
     return [(f"backward_{name}", source(BackwardConfig(act)), {"num_warps": 4, **COMPILE_OPTIONS}) for name, act in VARIANTS.items()]
+
+
+def group_variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
+    """(name, source, compile options) of every production variant of the backward kernel on several ranks."""
+    return [(f"backward_{name}_ranks", source(BackwardConfig(act, several_ranks=True)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for name, act in VARIANTS.items()]
