@@ -330,7 +330,7 @@ def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: R
     of_tokens_and_routed = dict(zip(("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down"), wants[:6], strict=True))
     all_wants = Wants(shared=tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True)), **of_tokens_and_routed)
     if group_key:
-        agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants)
+        options = agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants, tensors, options)
     with torch.autocast(dy.device.type, enabled=False):
         grads = _engine(tensors.x, tensors.w_down, group_key).backward(plan, tensors, options, saved, dy, all_wants, main_grad)
     given = [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]

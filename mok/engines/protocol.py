@@ -38,13 +38,17 @@ class MoETensors:
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What is not a tensor: activation and its clamp, precision, overlap, and whether forward must keep what backward needs."""
+    """What is not a tensor: activation and its clamp, precision, overlap, and whether forward must keep what backward needs.
+
+    agreed: what the ranks of a group must have in common in this pass, where their launches compare it; "" where they have said it to one another.
+    """
 
     activation: str = "swiglu"
     swiglu_limit: float | None = None
     precision: str = "bf16"
     overlap: Overlap | None = None
     save_for_backward: bool = False
+    agreed: str = ""
 
 
 @dataclass(frozen=True)

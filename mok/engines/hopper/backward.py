@@ -93,8 +93,8 @@ def _begin_launch(state, set_words):
 
 
 @gluon.jit
-def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, OMIT: gl.constexpr,
-           DEBUG: gl.constexpr):
+def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr,
+           OMIT: gl.constexpr, DEBUG: gl.constexpr):
     if EP:
         group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, 1, NW, OMIT, DEBUG)
     else:
@@ -122,9 +122,9 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
                      capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit,
-                     row_to_rank, row_weights, pass_number,
-                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, EP: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr,
-                     OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+                     row_to_rank, row_weights, pass_number, ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, EP: gl.constexpr,
+                     ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr, OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr,
+                     CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     a = gl.allocate_shared_memory(gl.bfloat16, [2 * NUM_STAGES, CHUNK, CHUNK], CHUNKS)

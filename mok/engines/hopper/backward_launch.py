@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,9 @@ from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import ready_arguments
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
 from .compat import COMPILE_OPTIONS
-from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
+from .expert_parallel_backward_move import EXTRA_COUNTERS
+from .gemm import SET_HEADER
+from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, GroupLaunch, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
 from .state import CONTROL_WORDS, launch_state
 
 CHUNK = 64                    # rows and columns of every box; equals backward_pipe.CHUNK
@@ -35,6 +37,7 @@ _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_gra
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
 _RUN_TIME = tuple(name for name in _backward_kernel.arg_names if not name.isupper() or name in INTEGERS)
 _STATE, _SET_WORDS = _RUN_TIME.index("state"), _RUN_TIME.index("set_words")
+_TOKENS, _PASS_NUMBER = _RUN_TIME.index("T"), _RUN_TIME.index("pass_number")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones.
+    partials, gates, gate_slopes in fp32, and on several ranks row_weights (R,). `results` holds the shared experts' rows behind the routed ones.
     """
     dy_rows: int
     x_rows: int
@@ -53,6 +56,7 @@ class BackwardScratch:
     shared_wh: int
     partials: int
     gates: int
+    row_weights: int = 0
 
     @property
     def narrow(self) -> int:
@@ -60,8 +64,13 @@ class BackwardScratch:
         return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh
 
     @property
+    def wide(self) -> int:
+        """Elements of all fp32 buffers together."""
+        return self.partials + 2 * self.gates + self.row_weights
+
+    @property
     def bytes(self) -> int:
-        return 2 * self.narrow + 4 * (self.partials + 2 * self.gates)
+        return 2 * self.narrow + 4 * self.wide
 
 
 def want_bits(wants: Wants) -> int:
@@ -72,15 +81,15 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, several_ranks: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. several_ranks: db_down is summed over rows of dy, too, and weights are kept by row."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
     return BackwardScratch(
-        dy_rows=rows * H if product or wants.w_down else 0,
+        dy_rows=rows * H if product or wants.w_down or (several_ranks and wants.b_down) else 0,
         x_rows=rows * H if wants.w_gate_up else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
@@ -88,7 +97,8 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         shared_dz=count * token_rows * 2 * widest if shared_product else 0,
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
-        gates=count * token_rows)
+        gates=count * token_rows,
+        row_weights=rows if several_ranks else 0)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -116,6 +126,54 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
         launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments)
     return grads
+
+
+def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+                   group: GroupLaunch, pass_number: int, debug: bool = False, group_tiles: int | None = None) -> Grads:
+    """`hopper_backward` of one rank of several, all of which launch, those without tokens too. pass_number: what ranks compare, 0 to 2^31 - 1."""
+    grads = _empty_grads(tensors, wants, main_grad)
+    if want_bits(wants) == 0:
+        return grads
+    if tensors.x.shape[0] == 0:
+        _zeroed(Grads(shared=grads.shared))
+    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
+    with torch.cuda.device(tensors.x.device):
+        arguments = _group_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group, pass_number, group_tiles)
+        _backward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
+    return grads
+
+
+def load_group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, group: GroupLaunch, debug: bool) -> None:
+    """Compile and load the variant that `group_backward` with these options would launch; run nothing."""
+    wants = Wants(x=True, shared=tuple((False, False, False) for _ in tensors.shared))
+    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
+    saved = Saved(tensors.x.new_empty((plan.num_rows, tensors.w_gate_up.shape[1])), tensors.x.new_empty((tensors.x.shape[0], 0)))
+    arguments = _group_arguments(plan, tensors, options, saved, tensors.x, wants, None, _empty_grads(tensors, wants, None), group, 0, None)
+    _backward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
+
+
+def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+                     grads: Grads, group: GroupLaunch, pass_number: int, group_tiles: int | None) -> list[Any]:
+    """Scratch, and the run-time arguments of a launch on several ranks. A rank without tokens has memory for one, which nobody reads: TMA cannot
+    describe an array without rows, and arguments of another type would make another binary."""
+    (T, H), (E, _, I) = tensors.x.shape, tensors.w_down.shape
+    if T == 0:
+        K = tensors.topk_weights.shape[1]
+        x, weights, slots = tensors.x.new_empty((1, H)), tensors.topk_weights.new_empty((1, K)), plan.slot_to_row.new_empty(K)
+        tensors, plan = replace(tensors, x=x, topk_weights=weights, shared=()), replace(plan, slot_to_row=slots)
+        dy, wants, grads = x, replace(wants, shared=()), replace(grads, shared=[])
+    weights = tensors.topk_weights.contiguous()
+    tensors = replace(tensors, topk_weights=weights.clone() if weights.data_ptr() % 16 else weights)     # it also stands in for what is not wanted
+    asked = options.overlap.minibatch_rows if options.overlap else None
+    group_tiles = group_tiles or (asked // TILE if asked else default_group(H, I))
+    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in tensors.shared], wants, several_ranks=True)
+    narrow = torch.empty(sizes.narrow, dtype=dy.dtype, device=dy.device)
+    wide = torch.empty(sizes.wide, dtype=torch.float32, device=dy.device)
+    counters = 2 * (plan.num_rows // TILE) + (len(tensors.shared) + 1) * -(-T // TILE) + E + EXTRA_COUNTERS
+    assert SET_HEADER.value + counters <= _set_words(group.state), "the group's control block was made for the worst case"
+    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, group.state)
+    arguments[_TOKENS], arguments[_PASS_NUMBER] = T, pass_number
+    return arguments
 
 
 def default_group(H: int, I: int) -> int:
@@ -160,7 +218,7 @@ def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptio
     E, _, I = tensors.w_down.shape
     sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants)
     narrow = torch.empty(sizes.narrow, dtype=x.dtype, device=x.device)
-    wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
+    wide = torch.empty(sizes.wide, dtype=torch.float32, device=x.device)
     state, _ = launch_state(x.device, -(-(2 * (plan.num_rows // TILE) + (len(shared) + 1) * -(-T // TILE) + E) // 4))
     touched = (x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, saved.z, saved.shared_z, narrow, wide,
                *plan.tensors(), *((main_grad.w_gate_up, main_grad.w_down) if main_grad else ()),
@@ -192,7 +250,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     count, token_tiles = len(widths), -(-T // TILE)
     dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh = narrow.split(
         [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh])
-    partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
+    partials, gates, gate_slopes, row_weights = wide.split([sizes.partials, sizes.gates, sizes.gates, sizes.row_weights])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
     up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
@@ -231,7 +289,8 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
         "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
         "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0),
-        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
+        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
+        "row_to_rank": plan.row_to_rank, "row_weights": row_weights, "pass_number": 0}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 

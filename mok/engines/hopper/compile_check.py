@@ -46,6 +46,7 @@ def problems(report: list[dict[str, Any]]) -> list[str]:
 def compile_variants(capability: int) -> list[tuple[str, Any]]:
     """(name, Triton's compiled kernel) of every production variant."""
     try:
+        from .backward_launch import group_variants as backward_group_variants
         from .backward_launch import variants as backward_variants
         from .launch import group_variants
         from .launch import variants as forward_variants
@@ -55,7 +56,7 @@ def compile_variants(capability: int) -> list[tuple[str, Any]]:
     from triton.compiler.compiler import compile as triton_compile
 
     compiled = []
-    for name, source, options in [*forward_variants(), *group_variants(), *backward_variants()]:
+    for name, source, options in [*forward_variants(), *group_variants(), *backward_variants(), *backward_group_variants()]:
         compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
     return compiled
 

@@ -64,8 +64,20 @@ from .peers import (
     wait_for_all,
     word_of,
 )
-from .sync import CONTROL_ABORT, CONTROL_EPOCH, WAIT_PEER_GRADS, WAIT_PEER_SENT, WAIT_SIGNATURE, add_release, fence_proxy, fresh, load_acquire, nap
-from .sync import report_timeout, wait_at_least
+from .sync import (
+    CONTROL_ABORT,
+    CONTROL_EPOCH,
+    WAIT_PEER_GRADS,
+    WAIT_PEER_SENT,
+    WAIT_SIGNATURE,
+    add_release,
+    fence_proxy,
+    fresh,
+    load_acquire,
+    nap,
+    report_timeout,
+    wait_at_least,
+)
 
 EXTRA_COUNTERS = 2                 # words of a set behind those of one rank: CTAs that have staged, CTAs that have sent
 
@@ -181,9 +193,9 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
             push_rows(s, m.dx, m.results, rows.row_to_slot, m.row_to_rank, flags.control, piece, alive, VECTORS, NW)
     thread_barrier()                          # the role's pulls and pushes before its arrival ...
     sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
-    if sent == gl.num_programs(0) - 1:        # ... and every CTA's arrival before the signal (rule 3)
-        if load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0:       # who has skipped a push has seen the flag, and peers wait for its word
-            signal_all(flags.control, GRADS_SENT, epoch)
+    # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
+    if (sent == gl.num_programs(0) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
+        signal_all(flags.control, GRADS_SENT, epoch)
     wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT)
     thread_barrier()
 
