@@ -36,8 +36,7 @@ BOXES = {"rows_desc": (128, 64), "up_desc": (1, 2, 128, 64), "hidden_desc": (128
          "shared_up_0": (2, 128, 64), "shared_down_0": (256, 64), "shared_z_0": (64, 1, 64), "shared_up_1": (2, 128, 64), "shared_down_1": (256, 64),
          "shared_z_1": (64, 1, 64)}
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4)}
-_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32",
-                  "expert_offsets": "*i64"}
+_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32"}
 _STATE, _CAPACITY = (_forward_kernel.arg_names.index(name) for name in ("state", "capacity"))
 _ALIGNED = ("x", "ring", "results", "out", *WIDTHS)
 
@@ -60,8 +59,10 @@ class Granularity:
             raise ValueError(f"{self} must have group >= 1, row_ring >= group and hidden_ring >= 2 * group")
 
 
-def granularity(overlap: Overlap | None, H: int, I: int) -> Granularity:
+def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0) -> Granularity:
     """The group that `overlap` asks for, or the measured default (H200, 2026-11-30): 16 tiles, 8 where I makes a group's weights outgrow L2.
+
+    card: the part of the device's multiprocessors that this launch has; ranks that share a device share its L2 too, so their groups are smaller.
 
     The ring of x rows holds what the tensor cores read in about 100 us, and never less than two groups: a mover may be busy with a sum for
     10 us when a place becomes free, and every late row stalls a group. Qwen3-30B-A3B: 32 tiles 0.70 of the roof, 64 tiles 0.76.
@@ -69,8 +70,8 @@ def granularity(overlap: Overlap | None, H: int, I: int) -> Granularity:
     if overlap is not None and overlap.minibatch_rows is not None:
         group = min(overlap.minibatch_rows // TILE, MAX_GROUP)
     else:
-        group = 16 if I <= 8192 else 8
-    tile_us = 6e-6 * TILE * H * I / SUSTAINED_TFLOPS
+        group = max(2, round((16 if I <= 8192 else 8) * card))
+    tile_us = 6e-6 * TILE * H * I / (SUSTAINED_TFLOPS * card)
     ahead = min(max(group, math.ceil(100 / tile_us)), 8 * group)
     return Granularity(group, group + ahead, 3 * group)
 
@@ -105,11 +106,15 @@ def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int
 
 @dataclass(frozen=True)
 class GroupLaunch:
-    """What a launch on several ranks has of its group: its control block, and how many CTAs may be resident beside those of other ranks."""
+    """What a launch on several ranks has of its group: its control block, and how many CTAs may be resident beside those of other ranks.
+
+    card: those CTAs' part of the device's multiprocessors.
+    """
     state: Tensor
     capacity: int                # of the control block, in row tiles
     blocks: int
     cooperative: bool
+    card: float
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,10 +141,7 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
     if T == 0:
         tensors, widths = replace(tensors, shared=()), []             # TMA cannot describe an array without rows
     config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
-    grain = grain or granularity(options.overlap, H, I)
-    longest = grain.group * (2 if config.align else 1)
-    if grain.row_ring < longest or grain.hidden_ring < (config.ahead + 1) * longest:
-        raise ValueError(f"{grain} must have row_ring >= {longest} and hidden_ring >= {(config.ahead + 1) * longest} for {config}")
+    grain = grain or granularity(options.overlap, H, I, 1.0 if group is None else group.card)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
     sizes = scratch_sizes(T, H, I, rows, widths, grain)
@@ -160,7 +162,7 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
 def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig, group: GroupLaunch) -> None:
     """Compile and load the variant that `forward` with these arguments would launch; run nothing."""
     H, I = tensors.x.shape[1], tensors.w_down.shape[2]
-    grain = granularity(options.overlap, H, I)
+    grain = granularity(options.overlap, H, I, group.card)
     sizes = scratch_sizes(tensors.x.shape[0], H, I, plan.num_rows, [], grain)
     scratch = tensors.x.new_empty(sizes.bytes // 2)
     z = tensors.x.new_empty((plan.num_rows, 2 * I))
@@ -224,7 +226,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
             grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
-            plan.row_to_rank, plan.expert_offsets]
+            plan.row_to_rank]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,
