@@ -1,7 +1,6 @@
 """Backward launches of ranks in threads: the kernel's own staging, pulls, pushes and sums, with GEMMs stood in for row by row; and what they must give."""
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np

@@ -165,7 +165,7 @@ def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOption
     weights = tensors.topk_weights.contiguous()
     tensors = replace(tensors, topk_weights=weights.clone() if weights.data_ptr() % 16 else weights)     # it also stands in for what is not wanted
     asked = options.overlap.minibatch_rows if options.overlap else None
-    group_tiles = group_tiles or (asked // TILE if asked else default_group(H, I))
+    group_tiles = group_tiles or (asked // TILE if asked else max(2, round(default_group(H, I) * group.card)))   # L2 is shared, too
     sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in tensors.shared], wants, several_ranks=True)
     narrow = torch.empty(sizes.narrow, dtype=dy.dtype, device=dy.device)
     wide = torch.empty(sizes.wide, dtype=torch.float32, device=dy.device)

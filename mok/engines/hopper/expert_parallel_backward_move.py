@@ -119,6 +119,7 @@ def stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, n
         for r in range(peer_count(peers)):
             gl.atomic_xchg(word_of(gl.load(peers + PEER_PAGE + r), rank + GRADS_PASS), number, sem="relaxed", scope="sys")
         signal_all(flags.control, GRADS_READY, _epoch(flags.control))
+    thread_barrier()                          # `staged` reached all threads through memory that the roles' arguments are about to fill
 
 
 @gluon.jit
