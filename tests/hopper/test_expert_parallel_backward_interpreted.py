@@ -75,7 +75,8 @@ def test_a_planted_fault_is_found(fault):
         world = BackwardWorld(2, 4, 2, [[40, 30], [45, 25], [38, 31]], seed)
         passes = LAYERS if "again" in fault else BACKWARDS
         late = {(n, (seed + n) % 2): 0.05 for n in range(3)}
-        simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=passes, delays=late, slow=0.03 * (seed % 2 == 0))
+        simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=passes, delays=late, slow=0.03 * (seed % 2 == 0),
+                                        nap_s=0.02 if "sent" in fault or "over" in fault else 3e-3)
         simulation.memory.deadline = time.monotonic() + 3
         simulation.run()
         try:
