@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -20,7 +19,7 @@ from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import MoETensors, PassOptions, Saved
 from . import ready_arguments
-from .compat import COMPILE_OPTIONS
+from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
 from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kernel
 from .state import launch_state
 
@@ -92,8 +91,12 @@ class ScratchSizes:
     order: int
 
     @property
+    def elements(self) -> int:
+        return self.ring + self.hidden + self.results + self.shared_hidden + self.order
+
+    @property
     def bytes(self) -> int:
-        return 2 * (self.ring + self.hidden + self.results + self.shared_hidden + self.order)
+        return 2 * self.elements
 
 
 def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], grain: Granularity) -> ScratchSizes:
@@ -127,36 +130,74 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
 
     group: on several ranks, all of which launch, those without tokens too. Raises ValueError where reserve_sms leaves no multiprocessor.
     """
+    with on_device(tensors.x):
+        return _forward_there(plan, tensors, options, config, grain, reserve_sms, group)
+
+
+def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig | None, grain: Granularity | None,
+                   reserve_sms: int | None, group: GroupLaunch | None) -> tuple[Tensor, Saved]:
+    """`forward` on the current device."""
     x = tensors.x
     T, H = x.shape
     I = tensors.w_down.shape[2]
-    widths = [expert.w_down.shape[1] for expert in tensors.shared]
-    out = torch.empty((T, H), dtype=x.dtype, device=x.device)
+    widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
+    out = new_empty(x, (T, H), x.dtype)
     rows = plan.num_rows
     saved_rows, saved_tokens = (rows, T) if options.save_for_backward else (0, 0)
-    z = torch.empty((saved_rows, 2 * I), dtype=x.dtype, device=x.device)
-    shared_z = torch.empty((saved_tokens, 2 * sum(widths)), dtype=x.dtype, device=x.device)
+    z = new_empty(x, (saved_rows, 2 * I), x.dtype)
+    shared_z = new_empty(x, (saved_tokens, 2 * sum(widths)), x.dtype)
     if T == 0 and group is None:
         return out, Saved(z, shared_z)
     if T == 0:
-        tensors, widths = replace(tensors, shared=()), []             # TMA cannot describe an array without rows
-    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
-    grain = grain or granularity(options.overlap, H, I, 1.0 if group is None else group.card)
+        tensors, widths = replace(tensors, shared=()), ()             # TMA cannot describe an array without rows
+    settings = (config, grain, options.overlap)
+    if grain is None:
+        grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card)
+    else:
+        sizes = scratch_sizes(T, H, I, rows, widths, grain)
+    scratch = new_empty(x, (sizes.elements,), x.dtype)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-    sizes = scratch_sizes(T, H, I, rows, widths, grain)
-    scratch = torch.empty(sizes.bytes // 2, dtype=x.dtype, device=x.device)
-    with torch.cuda.device(x.device):
-        if group is not None:
-            arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group.state, group.capacity)
-            _forward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
+    if group is None:
+        key = _key(plan, tensors, options, out, z, shared_z, scratch, settings)
+        found = ready_arguments.find_launch(key)
+        if found is not None and reserve_sms < found[1]:
+            state, capacity = _launch_state(plan, tensors)
+            found[0](found[1] - reserve_sms, current_stream(x.device.index), state.data_ptr(), capacity)
             return out, Saved(z, shared_z)
-        arguments = _arguments_on_one_rank(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, config)
-        blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
-        if reserve_sms >= blocks:
-            raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
-        launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments)
+    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
+    if group is not None:
+        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group.state, group.capacity)
+        _forward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
+        return out, Saved(z, shared_z)
+    arguments = _arguments_on_one_rank(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, key)
+    blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
+    if reserve_sms >= blocks:
+        raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
+    launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments, key, (_STATE, _CAPACITY), blocks)
     return out, Saved(z, shared_z)
+
+
+@lru_cache(maxsize=4096)
+def _default_sizes(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], overlap: Overlap | None,
+                   card: float) -> tuple[Granularity, ScratchSizes]:
+    grain = granularity(overlap, H, I, card)
+    return grain, scratch_sizes(T, H, I, rows, shared_widths, grain)
+
+
+def _launch_state(plan: RoutingPlan, tensors: MoETensors) -> tuple[Tensor, int]:
+    return launch_state(tensors.x.device, max(plan.num_rows // TILE, 4 * -(-tensors.x.shape[0] // TILE) * len(tensors.shared)))
+
+
+def _key(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
+         settings: Hashable) -> Hashable:
+    """What the kernel's run-time arguments depend on; settings: what chose the granularity."""
+    x = tensors.x
+    read = [x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down]
+    for expert in tensors.shared:
+        read += (expert.w_gate_up, expert.w_down, expert.gate_weight)
+    return ready_arguments.key_of((settings, options.activation, options.swiglu_limit, options.save_for_backward, x.device, plan.num_rows), read,
+                                  (out, z, shared_z, scratch, *plan.tensors()))
 
 
 def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig, group: GroupLaunch) -> None:
@@ -171,16 +212,14 @@ def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: F
 
 
 def _arguments_on_one_rank(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
-                           sizes: ScratchSizes, grain: Granularity, config: ForwardConfig) -> list[Any]:
+                           sizes: ScratchSizes, grain: Granularity, key: Hashable) -> list[Any]:
     """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    x, shared = tensors.x, tensors.shared
-    state, capacity = launch_state(x.device, max(plan.num_rows // TILE, 4 * -(-x.shape[0] // TILE) * len(shared)))
-    read = (x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, out, z, shared_z, scratch, *plan.tensors(),
-            *(part for expert in shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
-    key = ready_arguments.key_of((config, grain, options.activation, options.swiglu_limit, options.save_for_backward, x.device.index), read)
+    state, capacity = _launch_state(plan, tensors)
     arguments = ready_arguments.find(key)
     if arguments is None:
         arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, state, capacity)
+        read = (tensors.x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, out, z, shared_z, scratch,
+                *plan.tensors(), *(part for expert in tensors.shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
         ready_arguments.keep(key, arguments, (*read, state))
     else:
         arguments[_STATE], arguments[_CAPACITY] = state.data_ptr(), capacity      # the stream's block, or a captured launch's own
@@ -281,11 +320,13 @@ def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
     return x if good else x.clone(memory_format=torch.contiguous_format)      # contiguous() would keep a contiguous x at an odd address
 
 
-def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any]) -> None:
+def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any], list_key: Hashable, varying: Sequence[int],
+                  resident: int) -> None:
     """Launch `kernel` with `config.constexprs()`; from a config's second launch on without Triton's look at the arguments, which may then be addresses.
 
     That look is half of a launch's host time and cannot change its answer: one config is one binary, whatever the arguments' values
-    (nothing but the constant expressions selects a binary; a test counts binaries).
+    (nothing but the constant expressions selects a binary; a test counts binaries). A list that was found under `list_key` is made a ready launch
+    there; varying: indices of what each launch brings; resident: blocks of this variant that are resident at once.
     """
     key = ("hopper binary", device_index, config)
     binary = runtime.scratch.get(key)
@@ -293,8 +334,10 @@ def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, argu
     if binary is None:
         runtime.scratch[key] = kernel[(blocks,)](*arguments, **constexprs, **LAUNCH)
         return
-    stream = triton.runtime.driver.active.get_current_stream(device_index)
+    stream = current_stream(device_index)
     binary.run(blocks, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments, *constexprs.values())
+    if not any(isinstance(argument, Tensor) for argument in arguments):
+        ready_arguments.keep_launch(list_key, binary, (*arguments, *constexprs.values()), varying, resident)
 
 
 def resident_blocks(config: Hashable, device_index: int, compile_kernel: Any) -> int:
