@@ -198,6 +198,8 @@ TICKET, DH_DONE, DX_DONE, SLOTS_DONE, FINISHED = gl.constexpr(0), gl.constexpr(1
 class Rows:
     """Per-row inputs of the DH epilogue and the plan. gated: bit i = shared expert i has a gate; gates: (num_shared, token rows) fp32.
 
+    topk_weights: fp32 by slot; on several ranks by row, where the movers put what they pull.
+
     partials: fp32 <dh, h> of each (column tile, row); routed first, (columns, capacity rows), then each shared expert, (columns, token rows).
     """
     tile_to_expert: gl.tensor
