@@ -104,9 +104,12 @@ class ProcessGroupFabric:
         return received
 
     def _backend_of(self, device: torch.device) -> str:
-        """Name of what the user's group moves tensors on `device` with: "gloo", "nccl"."""
+        """Name of what the user's group moves tensors on `device` with: "nccl", or "gloo", also where it has nothing for them."""
         assert self.data_group is not None
-        return self.data_group._get_backend(device).name()
+        try:
+            return self.data_group._get_backend(device).name()
+        except RuntimeError:
+            return "gloo"
 
     def _pairwise(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str) -> None:
         """Send outgoing[r] to and receive incoming[r] from every other rank r, in order; empty tensors do not travel (both sides know the sizes)."""
