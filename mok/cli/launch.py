@@ -108,7 +108,8 @@ def launch(arguments: argparse.Namespace, count: int, device: torch.device) -> i
             theirs.close()
             processes.append(process)
             ends.append(ours)
-        _wait(processes, arguments.timeout)
+        # a launch that has lost a peer half-way waits for twice the time-out, so that the waits which can name the peer end first
+        _wait(processes, arguments.timeout * (2 if device.type == "cuda" else 1))
     if seen and len(processes) < count:
         print(f"mok {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
