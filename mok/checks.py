@@ -1,16 +1,48 @@
 """Argument checks of `mok.moe`: one ValueError for each misuse, naming the argument and both quantities."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arguments import FLOATS, check_choice, check_integer, check_tensor, check_type, kind_of
-from .config import PRECISIONS, Overlap, check_activation
+from .config import PRECISIONS, Overlap, check_activation, check_recompute
 from .engines.protocol import SharedExpert
 from .group import ExpertGroup
+from .runtime import runtime
+
+MAX_PASSED = 4096           # calls that are remembered; all are forgotten when there are more, which shapes that never repeat would cause
+_PASSED = "calls that passed the checks"
+_NONE: frozenset[Hashable] = frozenset()       # unlike (), it hashes what it is asked for
+
+
+def passed_before(tensors: Sequence[Tensor | None], shared: Sequence[SharedExpert], settings: Sequence[Hashable]) -> tuple[Hashable, bool]:
+    """(a key of everything that `check_moe_arguments` and `check_settings` look at, whether a call with this key has passed them).
+
+    settings: values of any kind. The key is None where an argument has none, which a wrong one may not have: then the checks say what is wrong.
+    """
+    key: tuple[Any, ...]
+    try:
+        key = (*[None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.device) for tensor in tensors],
+               type(shared), *[(type(setting), setting) for setting in settings])
+        for expert in shared:
+            key += (type(expert), *[None if part is None else (type(part), part.shape, part.dtype, part.layout, part.device)
+                                    for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)])
+        return key, key in runtime.scratch.get(_PASSED, _NONE)
+    except (AttributeError, TypeError, RuntimeError):      # no tensor; not hashable; a tensor without these properties
+        return None, False
+
+
+def remember_passed(key: Hashable) -> None:
+    """From now on calls with this key have passed; None: no key."""
+    if key is not None:
+        with runtime.lock:
+            passed = runtime.scratch.setdefault(_PASSED, set())
+            if len(passed) >= MAX_PASSED:
+                passed.clear()
+            passed.add(key)
 
 
 def check_moe_arguments(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
@@ -46,14 +78,21 @@ def check_moe_arguments(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gat
             raise ValueError(f"{name}.device={tensor.device} must be x.device={device}")
 
 
-def check_settings(activation: str, swiglu_limit: float | None, precision: str, dtype: torch.dtype, overlap: Overlap | None, layer_key: int) -> None:
-    """Raise ValueError naming a wrong setting, NotImplementedError for a known one that no engine serves yet."""
+def check_settings(activation: str, swiglu_limit: float | None, precision: str, dtype: torch.dtype, overlap: Overlap | None, layer_key: int,
+                   recompute: str | None, fused: bool) -> None:
+    """Raise ValueError naming a wrong setting, NotImplementedError for a known one that no engine serves yet.
+
+    fused: whether the passes of x communicate with other ranks inside their launches.
+    """
     check_activation(activation, swiglu_limit)
     check_choice("precision", precision, PRECISIONS)
     if overlap is not None:
         check_type("overlap", overlap, Overlap, "a mok.Overlap or None")
     if not torch.compiler.is_compiling():        # a look at it would compile every layer of a model anew
         check_integer("layer_key", layer_key)
+    check_recompute(recompute)
+    if recompute is not None and fused:
+        raise NotImplementedError(f"{recompute=} is not implemented where the kernels of an ExpertGroup communicate inside their launches; use None")
     if precision != "bf16":
         raise NotImplementedError(f"{precision=} is not implemented yet; use 'bf16' (unquantised: computation in x's dtype, {dtype})")
 

@@ -49,7 +49,7 @@ class MoEConfig:
 
     Sizes: hidden_size = H, intermediate_size = I of each routed expert, num_experts = E over all ranks, top_k = K routes a token.
     shared_intermediate_sizes: one width I_s for each shared expert; shared_gated gives each of them a sigmoid gate per token.
-    activation, swiglu_limit, precision: as in `mok.moe`.
+    activation, swiglu_limit, precision, recompute: as in `mok.moe`.
     Router: score_function over the E logits; norm_topk_prob divides the K chosen weights by their sum; routed_scaling_factor multiplies
     them afterwards. num_expert_groups / topk_groups: group-limited routing (DeepSeek-V3): experts are split into equal groups and only the
     topk_groups best groups may be chosen from. balance: "aux_loss" (Switch), "bias" (DeepSeek-V3's loss-free bias, moved by
@@ -81,6 +81,7 @@ class MoEConfig:
     layer_index: int = 0
     initializer_range: float | None = None
     overlap: Overlap | None = None
+    recompute: Literal["z"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_expert_groups", "topk_groups"):
@@ -118,6 +119,13 @@ class MoEConfig:
         check_integer("seed", self.seed)
         check_integer("layer_index", self.layer_index, 0)
         check_type("overlap", self.overlap, (Overlap, type(None)), "a mok.Overlap or None")
+        check_recompute(self.recompute)
+
+
+def check_recompute(recompute: str | None) -> None:
+    """Raise ValueError unless `recompute` is None or "z"."""
+    if recompute is not None and (not isinstance(recompute, str) or recompute != "z"):
+        raise ValueError(f"recompute={kind_of(recompute)} must be None or 'z'")
 
 
 def check_activation(activation: str, swiglu_limit: float | None) -> None:

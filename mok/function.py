@@ -7,18 +7,20 @@ float32 (float64 for float64 x). y has x's dtype as it was handed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .arguments import FLOATS, check_integer, check_tensor
-from .checks import check_group, check_main_grad, check_moe_arguments, check_settings
+from .checks import check_group, check_main_grad, check_moe_arguments, check_settings, passed_before, remember_passed
 from .config import Overlap
 from .engines import engine_name, get_engine, get_group_engine
 from .engines.expert_parallel import agree_on_backward, build_group_plan
-from .engines.protocol import Grads, MainGrad, MoETensors, Passes, PassOptions, Saved, SharedExpert, Wants, accumulation_dtype
+from .engines.protocol import Engine, Grads, MainGrad, MoETensors, Passes, PassOptions, Saved, SharedExpert, Wants, accumulation_dtype
 from .group import ExpertGroup
 from .plan import RoutingPlan, empty_plan, empty_plan_like
 from .runtime import runtime
@@ -27,7 +29,7 @@ from .runtime import runtime
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
         b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu", swiglu_limit: float | None = None,
         precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None, main_grad: tuple[Tensor, Tensor] | None = None,
-        layer_key: int = 0) -> Tensor:
+        layer_key: int = 0, recompute: str | None = None) -> Tensor:
     """The mixture-of-experts layer given its routes: out[t] = sum_k topk_weights[t,k] * expert_{topk_ids[t,k]}(x[t]) + shared experts.
 
     x (..., H), any strides. topk_ids (..., K) or (T, K) int32/int64, global expert ids, -1 = no expert: contributes exactly nothing and its
@@ -36,7 +38,9 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
     shared: `mok.SharedExpert`s, applied to every token. activation: "swiglu", "swiglu_oai", "geglu" or "reglu"; swiglu_limit clamps the
     first two. precision "bf16" = unquantised, in x's dtype. group: the `mok.ExpertGroup` whose ranks share the experts, None = one rank;
     layer_key tells layers of one group apart in its handshake. overlap: granularity of a fused kernel, changes no bit. main_grad: fp32
-    (E_local, 2I, H) and (E_local, H, I) that backward adds the weight gradients into; .grad of those weights then stays None.
+    (E_local, 2I, H) and (E_local, H, I) that backward adds the weight gradients into; .grad of those weights then stays None. recompute: None =
+    forward keeps z, the gate/up pre-activations, for backward; "z" = it keeps the routing plan alone and backward makes z again: one GEMM of three
+    more, the same bits.
 
     Returns (..., H) in x's dtype. Differentiable once in x, topk_weights and all weights; whatever does not require grad costs nothing.
     A valid expert with weight 0 is computed and multiplied, so its NaN or Inf reaches y, as in the dense formula; only -1 is skipped.
@@ -45,57 +49,76 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_
     NotImplementedError for a valid but unsupported one.
     """
     y, _ = moe_with_counts(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared, activation, swiglu_limit, precision, group,
-                           overlap, main_grad, layer_key)
+                           overlap, main_grad, layer_key, recompute)
     return y
 
 
 def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None = None,
                     b_down: Tensor | None = None, shared: Sequence[SharedExpert] = (), activation: str = "swiglu",
                     swiglu_limit: float | None = None, precision: str = "bf16", group: ExpertGroup | None = None, overlap: Overlap | None = None,
-                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0, num_experts: int | None = None) -> tuple[Tensor, Tensor]:
+                    main_grad: tuple[Tensor, Tensor] | None = None, layer_key: int = 0, recompute: str | None = None,
+                    num_experts: int | None = None) -> tuple[Tensor, Tensor]:
     """`moe`, and the plan's tokens_per_expert (E_local,) int32: how many routes each local expert received.
 
     num_experts: E as a layer knows it, on which the ranks of a group must agree: the numbers of their experts can fit together by chance.
     """
     check_group(group)                                     # first: what else is wrong is told to its ranks
+    key, passed = None, False
+    if not torch.compiler.is_compiling():
+        key, passed = passed_before((x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down), shared,
+                                    (activation, swiglu_limit, precision, overlap, layer_key, recompute, group is None))
     try:
-        check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
+        if not passed:
+            check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
         check_main_grad(main_grad, w_gate_up, w_down)
         dtype = compute_dtype(x)
-        check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key)
+        if not passed or group is not None:
+            fused = group is not None and group.fused is not None and x.device == group.fused.device
+            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute, fused)
+            remember_passed(key)
     except (ValueError, NotImplementedError) as error:
         if group is not None:
             group.report(str(error), {"pass": "forward", "layer_key": layer_key})
         raise
     H, K = x.shape[-1], topk_ids.shape[-1]
-    tokens = x.reshape(-1, H).to(dtype)
-    weights = [None if w is None else w.to(dtype) for w in (w_gate_up, w_down, b_gate_up, b_down)]
-    shared_gate_up = [expert.w_gate_up.to(dtype) for expert in shared]
-    shared_down = [expert.w_down.to(dtype) for expert in shared]
-    shared_gate = [tokens.new_empty(0) if expert.gate_weight is None else expert.gate_weight.to(dtype) for expert in shared]
-    route_weights = topk_weights.reshape(-1, K).to(accumulation_dtype(dtype))
-    differentiable = [tokens, route_weights, *weights, *shared_gate_up, *shared_down, *shared_gate]
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    tokens = _converted(x if x.dim() == 2 else x.reshape(-1, H), dtype)
+    route_weights = _converted(topk_weights if topk_weights.dim() == 2 else topk_weights.reshape(-1, K), accumulation_dtype(dtype))
+    differentiable = [tokens, route_weights, *[_converted(w, dtype) for w in (w_gate_up, w_down, b_gate_up, b_down)]]
+    if shared:
+        differentiable += [_converted(w, dtype) for parts in zip(*[(e.w_gate_up, e.w_down, e.gate_weight) for e in shared], strict=True) for w in parts]
+    save = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in differentiable])
 
     _refuse_forward_mode(differentiable)
     group_key, signature = 0, ""
     if group is not None:                                  # one rank has nobody to agree with, and a compiled call nothing to specialise on
         wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
         group_key = group.key
-        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{num_experts}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{wanted}"
-    ids = topk_ids.reshape(-1, K)
+        signature = f"{layer_key}|{H}|{w_down.shape[-1]}|{num_experts}|{K}|{dtype}|{precision}|{activation}|{swiglu_limit}|{recompute}|{wanted}"
+    ids = topk_ids if topk_ids.dim() == 2 else topk_ids.reshape(-1, K)
     plan_arguments = (w_gate_up.shape[0], dtype, H, w_down.shape[-1], group_key, signature)
-    overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
-    settings = (activation, swiglu_limit, precision, overlap_values, save, group_key, signature)
-    if _nothing_watches((ids, *differentiable)):
-        plan = _plan(ids, *plan_arguments)
-        y = _moe_forward_directly.apply(tokens, route_weights, *weights, plan, main_grad or (None, None), settings,
-                                        *shared_gate_up, *shared_down, *shared_gate)
+    if _nothing_watches(ids, differentiable):
+        pass_settings = (activation, swiglu_limit, precision, recompute, overlap, save, group_key, signature)
+        routing = _routing_plan(ids, *plan_arguments)
+        if save:
+            y = _moe_forward_directly.apply(routing, main_grad, pass_settings, *differentiable)
+        else:
+            y, _ = _forward_pass(routing, _moe_tensors(differentiable), *pass_settings)
+        counts = routing.tokens_per_expert
     else:
+        overlap_values = [-1 if v is None else v for v in (overlap.minibatch_rows, overlap.mover_warps, overlap.reserve_sms)] if overlap else [-1, -1, -1]
+        n = len(shared)
+        gates = [tokens.new_empty(0) if gate is None else gate for gate in differentiable[6 + 2 * n:]]
         plan = torch.ops.mok.plan(ids, *plan_arguments)
-        y, _, _ = torch.ops.mok.moe_forward(tokens, route_weights, *weights, shared_gate_up, shared_down, shared_gate, plan,
-                                            *(main_grad or (None, None)), *settings)
-    return y.view(x.shape).to(x.dtype), plan[_TOKENS_PER_EXPERT]
+        y, _, _ = torch.ops.mok.moe_forward(*differentiable[:6], differentiable[6:6 + n], differentiable[6 + n:6 + 2 * n], gates, plan,
+                                            *(main_grad or (None, None)), activation, swiglu_limit, precision, recompute, overlap_values, save, group_key,
+                                            signature)
+        counts = plan[_TOKENS_PER_EXPERT]
+    return _converted(y if x.dim() == 2 else y.view(x.shape), x.dtype), counts
+
+
+def _converted(tensor: Any, dtype: torch.dtype) -> Any:
+    """`tensor.to(dtype)` of a tensor or None; PyTorch takes a microsecond to find nothing to do."""
+    return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
 _TOKENS_PER_EXPERT = 5   # index of tokens_per_expert in RoutingPlan.tensors()
@@ -111,15 +134,18 @@ def _refuse_forward_mode(tensors: Sequence[Tensor | None]) -> None:
         raise NotImplementedError("mok.moe has no forward-mode derivative (jvp); use reverse mode, or mok.reference.moe_reference")
 
 
-def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _nothing_watches(ids: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     """Whether custom ops would do no more than call their functions, at three times the host's time: no tracing, no mode, no transform, no subclass."""
     return (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
-            and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors if tensor is not None))
+            and _PLAIN.issuperset(map(type, tensors)) and type(ids) in _PLAIN)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """x's dtype, or autocast's where autocast is on for its device; float64 is never lowered (torch's own autocast rule)."""
-    device = x.device.type
+    device = "cuda" if x.is_cuda else x.device.type        # the name of a device type is made anew each time
     if x.dtype != torch.float64 and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
@@ -146,10 +172,17 @@ def check() -> None:
 def _engine(x: Tensor, w_down: Tensor, group_key: int) -> Passes:
     if group_key:
         return get_group_engine(x.device, runtime.groups[group_key])
-    return get_engine(engine_name(x.device, x.dtype, x.shape[-1], w_down.shape[-1]))
+    return _engine_of(x.device, x.dtype, x.shape[-1], w_down.shape[-1])
 
 
-_SIGNATURE_FIELDS = ("layer_key", "H", "I", "num_experts", "K", "dtype", "precision", "activation", "swiglu_limit", "wanted gradients")
+@lru_cache(maxsize=1024)
+def _engine_of(device: torch.device, dtype: torch.dtype, H: int, I: int) -> Engine:
+    """The engine of one rank's passes, looked for once: neither the device nor what is installed changes."""
+    return get_engine(engine_name(device, dtype, H, I))
+
+
+_SIGNATURE_FIELDS = ("layer_key", "H", "I", "num_experts", "K", "dtype", "precision", "activation", "swiglu_limit", "recompute",
+                     "wanted gradients")
 
 
 def _signature(text: str) -> dict[str, str]:
@@ -162,15 +195,18 @@ def _plan(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, 
 
     group_key: 0, or the key of the ExpertGroup whose ranks agree here on `signature` and tell each other their counts.
     """
+    return _routing_plan(topk_ids, num_local_experts, dtype, H, I, group_key, signature).tensors()
+
+
+def _routing_plan(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int, group_key: int, signature: str) -> RoutingPlan:
     runtime.raise_pending_errors()
     if group_key:
-        return build_group_plan(runtime.groups[group_key], topk_ids, num_local_experts, _signature(signature)).tensors()
-    if topk_ids.device.type == "cpu" and topk_ids.numel():
+        return build_group_plan(runtime.groups[group_key], topk_ids, num_local_experts, _signature(signature))
+    if topk_ids.is_cpu and topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(topk_ids))
         if low < -1 or high >= num_local_experts:
             raise ValueError(f"topk_ids holds {low if low < -1 else high} and must hold -1 or expert ids 0..{num_local_experts - 1}")
-    engine = get_engine(engine_name(topk_ids.device, dtype, H, I))
-    return engine.build_plan(topk_ids, num_local_experts).tensors()
+    return _engine_of(topk_ids.device, dtype, H, I).build_plan(topk_ids, num_local_experts)
 
 
 plan_op = torch.library.custom_op("mok::plan", _plan, mutates_args=())
@@ -189,13 +225,34 @@ def _(topk_ids, num_local_experts, dtype, H, I, group_key, signature):
 def _moe_forward(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None, b_down: Tensor | None,
                  shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor], plan: list[Tensor],
                  main_grad_gate_up: Tensor | None, main_grad_down: Tensor | None, activation: str, swiglu_limit: float | None,
-                 precision: str, overlap: list[int], save: bool, group_key: int, signature: str) -> tuple[Tensor, Tensor, Tensor]:
+                 precision: str, recompute: str | None, overlap: list[int], save: bool, group_key: int,
+                 signature: str) -> tuple[Tensor, Tensor, Tensor]:
     """(y, z, shared_z): one forward pass on (T, H) tokens of one dtype. An ungated shared expert has an empty gate tensor."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
-    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), save)
-    with torch.autocast(x.device.type, enabled=False):     # dtypes are settled; an engine's own products must not be lowered again
-        y, saved = _engine(x, w_down, group_key).forward(RoutingPlan(*plan), tensors, options)
+    y, saved = _forward_pass(RoutingPlan(*plan), tensors, activation, swiglu_limit, precision, recompute, _overlap(overlap), save, group_key,
+                             signature)
     return y, saved.z, saved.shared_z
+
+
+def _forward_pass(plan: RoutingPlan, tensors: MoETensors, activation: str, swiglu_limit: float | None, precision: str, recompute: str | None,
+                  overlap: Overlap | None, save: bool, group_key: int, signature: str) -> tuple[Tensor, Saved]:
+    options = _options(activation, swiglu_limit, precision, recompute, overlap, save and recompute is None)
+    with _without_autocast(tensors.x):
+        return _engine(tensors.x, tensors.w_down, group_key).forward(plan, tensors, options)
+
+
+_NOTHING = nullcontext()
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    """Dtypes are settled; an engine's own products must not be lowered again."""
+    device = "cuda" if x.is_cuda else x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+@lru_cache(maxsize=1024)
+def _options(activation: str, swiglu_limit: float | None, precision: str, recompute: str | None, overlap: Overlap | None, save: bool) -> PassOptions:
+    return PassOptions(activation, swiglu_limit, precision, overlap, save, recompute)
 
 
 moe_forward_op = torch.library.custom_op("mok::moe_forward", _moe_forward, mutates_args=())
@@ -203,7 +260,8 @@ moe_forward_op = torch.library.custom_op("mok::moe_forward", _moe_forward, mutat
 
 @moe_forward_op.register_fake
 def _(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, main_grad_gate_up, main_grad_down,
-      activation, swiglu_limit, precision, overlap, save, group_key, signature):
+      activation, swiglu_limit, precision, recompute, overlap, save, group_key, signature):
+    save = save and recompute is None
     rows, tokens = (plan[0].shape[0], x.shape[0]) if save else (0, 0)
     if save and group_key and runtime.groups[group_key].capacity_factor is not None:
         rows = cast(int, torch.library.get_ctx().new_dynamic_size())     # of the first wave
@@ -215,44 +273,57 @@ def _setup_context(ctx, inputs, output) -> None:
      *settings) = inputs
     _, z, shared_z = output
     ctx.mark_non_differentiable(z, shared_z)
-    _keep(ctx, (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down), [*shared_gate_up, *shared_down, *shared_gate], plan, z, shared_z,
-          (main_grad_gate_up, main_grad_down), settings)
-
-
-def _keep(ctx, inputs, shared, plan, z, shared_z, main_grad, settings) -> None:
-    """What `_gradients` needs. main_grad is no saved tensor: several layers or micro-batches may add into one between this forward and its backward."""
     ctx.set_materialize_grads(False)
-    ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, _, ctx.group_key, ctx.signature = settings
-    ctx.num_shared, ctx.num_maps, ctx.main_grad = len(shared) // 3, len(plan), main_grad
-    ctx.save_for_backward(*inputs, z, shared_z, *plan, *shared)
+    ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.recompute, ctx.overlap, _, ctx.group_key, ctx.signature = settings
+    # no saved tensor: several layers or micro-batches may add into one between this forward and its backward
+    ctx.main_grad = (main_grad_gate_up, main_grad_down)
+    ctx.num_shared, ctx.num_maps = len(shared_gate_up), len(plan)
+    ctx.save_for_backward(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z, *plan, *shared_gate_up, *shared_down, *shared_gate)
 
 
 def _backward(ctx, dy, dz, dshared_z):
     n, needs = ctx.num_shared, ctx.needs_input_grad
     shared_needs = [need for group in needs[6:9] for need in (group if isinstance(group, (list, tuple)) else [group])]
-    flat = _gradients(ctx, dy, [bool(need) for need in (*needs[:6], *shared_needs)], torch.ops.mok.moe_backward, torch.ops.mok.moe_backward_into)
-    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * ctx.num_maps, *(None,) * 9)
+    flat = _gradients(ctx, dy, [bool(need) for need in (*needs[:6], *shared_needs)])
+    return (*flat[:6], flat[6:6 + n], flat[6 + n:6 + 2 * n], flat[6 + 2 * n:], [None] * ctx.num_maps, *(None,) * 10)
 
 
 class _moe_forward_directly(torch.autograd.Function):
-    """The moe_forward op and its derivative without the dispatcher, for `_nothing_watches`."""
+    """The moe_forward op and its derivative without the dispatcher, for `_nothing_watches`. tensors: as `_moe_tensors` takes them."""
 
     @staticmethod
-    def forward(ctx, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, plan, main_grad, settings, *shared):
-        n = len(shared) // 3
-        inputs = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down)
-        y, z, shared_z = _moe_forward(*inputs, list(shared[:n]), list(shared[n:2 * n]), list(shared[2 * n:]), plan, *main_grad, *settings)
-        _keep(ctx, inputs, shared, plan, z, shared_z, main_grad, settings)
+    def forward(ctx, plan, main_grad, settings, *tensors):
+        y, saved = _forward_pass(plan, _moe_tensors(tensors), *settings)
+        ctx.set_materialize_grads(False)
+        ctx.main_grad, ctx.settings = main_grad, settings      # main_grad is no saved tensor: see `_setup_context`
+        ctx.save_for_backward(saved.z, saved.shared_z, *tensors, *plan.tensors())
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        needs = ctx.needs_input_grad
-        flat = _gradients(ctx, dy, [*needs[:6], *needs[9:]], _moe_backward, _moe_backward_into)
-        return (*flat[:6], None, None, None, *flat[6:])
+        wants = ctx.needs_input_grad[3:]
+        if dy is None:                                                         # whatever came after y had no gradient to give
+            return (None,) * (3 + len(wants))
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:         # create_graph: the engines' own operations are no graph
+            flat = _direct_gradients(ctx, dy, wants)
+        if torch.is_grad_enabled():
+            given = [grad for grad in flat if grad is not None]
+            once = iter(_OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in given)) if given else ())
+            flat = [None if grad is None else next(once) for grad in flat]
+        return (None, None, None, *flat)
 
 
-def _gradients(ctx, dy, wants: list[bool], backward, backward_into) -> list[Tensor | None]:
+def _direct_gradients(ctx, dy: Tensor, wants: tuple[bool, ...]) -> list[Tensor | None]:
+    """Gradients of `_moe_forward_directly`'s tensors; None where not wanted, or where main_grad takes it."""
+    z, shared_z, *saved = ctx.saved_tensors
+    activation, swiglu_limit, precision, recompute, overlap, _, group_key, signature = ctx.settings
+    count = len(wants)
+    options = _options(activation, swiglu_limit, precision, recompute, overlap, True)
+    return _run_backward(dy, _moe_tensors(saved[:count]), options, RoutingPlan(*saved[count:]), Saved(z, shared_z), wants,
+                         None if ctx.main_grad is None else MainGrad(*ctx.main_grad), group_key, signature)
+
+
+def _gradients(ctx, dy, wants: list[bool]) -> list[Tensor | None]:
     """Gradients of x, topk_weights, w_gate_up, w_down, b_gate_up, b_down and all shared gate_ups, downs, gates; None where not wanted."""
     if dy is None:                                                             # whatever came after y had no gradient to give
         return [None] * len(wants)
@@ -260,15 +331,15 @@ def _gradients(ctx, dy, wants: list[bool], backward, backward_into) -> list[Tens
     x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, z, shared_z = saved[:8]
     plan, shared = list(saved[8:-3 * n or None]), list(saved[len(saved) - 3 * n:])
     arguments = (dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared[:n], shared[n:2 * n], shared[2 * n:], plan, z, shared_z,
-                 ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.overlap, wants, ctx.group_key, ctx.signature)
+                 ctx.activation, ctx.swiglu_limit, ctx.precision, ctx.recompute, ctx.overlap, wants, ctx.group_key, ctx.signature)
     returned = _returned(wants, ctx.main_grad[0] is not None)
     with torch.no_grad():                                                      # under create_graph too: the engines' own operations are no graph
         if ctx.main_grad[0] is None:
-            grads = backward(*arguments)
+            grads = torch.ops.mok.moe_backward(*arguments)
         else:
             likes = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared)
             grads = [like.new_empty(like.shape) for like, give in zip(likes, returned, strict=True) if give]
-            backward_into(*arguments, *ctx.main_grad, grads)
+            torch.ops.mok.moe_backward_into(*arguments, *ctx.main_grad, grads)
     if torch.is_grad_enabled() and grads:                                      # create_graph=True
         grads = _OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in grads))
     grads = iter(grads)
@@ -280,13 +351,14 @@ moe_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 def _moe_backward(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
                   b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
-                  plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
+                  plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str, recompute: str | None,
                   overlap: list[int], wants: list[bool], group_key: int, signature: str) -> list[Tensor]:
     """Gradients for which `wants` is true, in the order x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, then all shared gate_ups, downs,
     gates."""
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
-    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
-    return _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), wants, None, group_key, signature)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True, recompute)
+    computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), tuple(wants), None, group_key, signature)
+    return [grad for grad in computed if grad is not None]
 
 
 moe_backward_op = torch.library.custom_op("mok::moe_backward", _moe_backward, mutates_args=())
@@ -294,7 +366,7 @@ moe_backward_op = torch.library.custom_op("mok::moe_backward", _moe_backward, mu
 
 @moe_backward_op.register_fake
 def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate, plan, z, shared_z, activation,
-      swiglu_limit, precision, overlap, wants, group_key, signature):
+      swiglu_limit, precision, recompute, overlap, wants, group_key, signature):
     inputs = [x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared_gate_up, *shared_down, *shared_gate]
     return [t.new_empty(t.shape) for t, give in zip(inputs, wants, strict=True) if give]
 
@@ -302,17 +374,17 @@ def _(dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up,
 def _moe_backward_into(dy: Tensor, x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor, b_gate_up: Tensor | None,
                        b_down: Tensor | None, shared_gate_up: list[Tensor], shared_down: list[Tensor], shared_gate: list[Tensor],
                        plan: list[Tensor], z: Tensor, shared_z: Tensor, activation: str, swiglu_limit: float | None, precision: str,
-                       overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
+                       recompute: str | None, overlap: list[int], wants: list[bool], group_key: int, signature: str, main_grad_gate_up: Tensor,
                        main_grad_down: Tensor, grads: list[Tensor]) -> None:
     """`moe_backward` that adds d w_gate_up and d w_down into main_grad and writes every other wanted gradient into `grads`, in order.
 
     An op of its own: one that writes into its arguments cannot also return a list of tensors under torch.compile.
     """
     tensors = _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate)
-    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True)
+    options = PassOptions(activation, swiglu_limit, precision, _overlap(overlap), True, recompute)
     main_grad = MainGrad(main_grad_gate_up, main_grad_down)
-    computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), wants, main_grad, group_key, signature)
-    for out, grad in zip(grads, computed, strict=True):
+    computed = _run_backward(dy, tensors, options, RoutingPlan(*plan), Saved(z, shared_z), tuple(wants), main_grad, group_key, signature)
+    for out, grad in zip(grads, [grad for grad in computed if grad is not None], strict=True):
         out.copy_(grad)
 
 
@@ -324,18 +396,25 @@ def _(*arguments):
     return None
 
 
-def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: RoutingPlan, saved: Saved, wants: list[bool],
-                  main_grad: MainGrad | None, group_key: int, signature: str) -> list[Tensor]:
-    n = len(tensors.shared)
-    of_tokens_and_routed = dict(zip(("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down"), wants[:6], strict=True))
-    all_wants = Wants(shared=tuple(zip(wants[6:6 + n], wants[6 + n:6 + 2 * n], wants[6 + 2 * n:], strict=True)), **of_tokens_and_routed)
+def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: RoutingPlan, saved: Saved, wants: tuple[bool, ...],
+                  main_grad: MainGrad | None, group_key: int, signature: str) -> list[Tensor | None]:
+    """One gradient for each of `wants`; None where not wanted, or where main_grad takes it."""
+    all_wants = _wants(wants)
     if group_key:
         agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants)
-    with torch.autocast(dy.device.type, enabled=False):
+    with _without_autocast(dy):
         grads = _engine(tensors.x, tensors.w_down, group_key).backward(plan, tensors, options, saved, dy, all_wants, main_grad)
-    given = [grad for grad, give in zip(_flatten(grads, n), _returned(wants, main_grad is not None), strict=True) if give]
-    assert all(grad is not None for grad in given), "an engine left out a gradient that was wanted"
-    return cast(list[Tensor], given)
+    given = [grad if give else None for grad, give in zip(_flatten(grads, len(tensors.shared)), _returned(wants, main_grad is not None), strict=True)]
+    assert sum([grad is not None for grad in given]) == sum(_returned(wants, main_grad is not None)), "an engine left out a gradient that was wanted"
+    return given
+
+
+@lru_cache(maxsize=1024)
+def _wants(flags: tuple[bool, ...]) -> Wants:
+    """Six flags of tokens and routed weights, then those of all shared gate_ups, downs and gates."""
+    n = (len(flags) - 6) // 3
+    x, topk_weights, w_gate_up, w_down, b_gate_up, b_down = flags[:6]
+    return Wants(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, tuple(zip(flags[6:6 + n], flags[6 + n:6 + 2 * n], flags[6 + 2 * n:], strict=True)))
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -350,18 +429,30 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise RuntimeError("mok.moe is not twice differentiable; use mok.reference.moe_reference where second derivatives are needed")
 
 
-def _returned(wants: list[bool], into_main_grad: bool) -> list[bool]:
+def _returned(wants: Sequence[bool], into_main_grad: bool) -> Sequence[bool]:
     """Which gradients an op returns: the wanted ones, but for w_gate_up and w_down where main_grad takes them."""
-    return [want and not (into_main_grad and i in (2, 3)) for i, want in enumerate(wants)]
+    return wants if not into_main_grad else [want and not (into_main_grad and i in (2, 3)) for i, want in enumerate(wants)]
 
 
 def _flatten(grads: Grads, num_shared: int) -> list[Tensor | None]:
+    if not num_shared:
+        return [grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down]
     shared = grads.shared or [(None, None, None)] * num_shared
     return [grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(s[i] for i in range(3) for s in shared)]
 
 
 def _tensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared_gate_up, shared_down, shared_gate) -> MoETensors:
     shared = tuple(SharedExpert(a, b, g if g.numel() else None) for a, b, g in zip(shared_gate_up, shared_down, shared_gate, strict=True))
+    return MoETensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
+
+
+def _moe_tensors(tensors: Sequence[Any]) -> MoETensors:
+    """MoETensors of six tensors of tokens and routed experts, then all shared gate_ups, downs and gates (None: no gate), in this order."""
+    if len(tensors) == 6:
+        return MoETensors(*tensors)
+    n = (len(tensors) - 6) // 3
+    x, topk_weights, w_gate_up, w_down, b_gate_up, b_down = tensors[:6]
+    shared = tuple([SharedExpert(*tensors[6 + i::n]) for i in range(n)])
     return MoETensors(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
 
 

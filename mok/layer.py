@@ -152,7 +152,7 @@ class MoE(nn.Module):
             tokens, topk_ids, topk_weights, self.w_gate_up, self.w_down, b_gate_up=self.b_gate_up, b_down=self.b_down,
             shared=[expert.weights() for expert in self._shared()], activation=config.activation, swiglu_limit=config.swiglu_limit,
             precision=config.precision, group=self.group, overlap=config.overlap, layer_key=self.layer_key,
-            num_experts=config.num_experts)
+            recompute=config.recompute, num_experts=config.num_experts)
 
         # losses and loads are of this rank's tokens; with a group the plan counts all ranks' routes to the local experts instead
         own_routes = tokens_per_expert if self.group is None else count_ids(topk_ids.reshape(-1), config.num_experts)

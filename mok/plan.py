@@ -5,7 +5,7 @@ every number of ranks W. Each expert's segment starts at a multiple of BLOCK_M r
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,7 +71,8 @@ class RoutingPlan:
     def tensors(self) -> list[Tensor]:
         """The maps in field order, as custom ops pass them; `RoutingPlan(*plan.tensors())` is the same plan."""
         assert self.wave_tiles is None or self.slot_to_rank is not None
-        return [value for field in fields(self) if (value := getattr(self, field.name)) is not None]
+        maps = [self.row_to_slot, self.row_to_rank, self.slot_to_row, self.tile_to_expert, self.expert_offsets, self.tokens_per_expert, self.num_tiles]
+        return maps if self.slot_to_rank is None else [*maps, *[value for value in (self.slot_to_rank, self.wave_tiles) if value is not None]]
 
     @staticmethod
     def build(topk_ids: Tensor, num_experts: int, *, rank: int = 0, counts: Tensor | None = None, total_tokens: int | None = None,

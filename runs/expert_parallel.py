@@ -134,7 +134,7 @@ def main() -> int:
     shape, W, context = SHAPES[args.shape], args.ranks, mp.get_context("spawn")
     T, H, I, _, K = shape
     results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder, PrivateMps(W) as mps, mps.inherited():
+    with tempfile.TemporaryDirectory() as folder, PrivateMps() as mps, mps.inherited():
         processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, args.save, args.calls, args.blocks, results)) for r in range(W)]
         for process in processes:
             process.start()

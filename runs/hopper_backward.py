@@ -3,8 +3,8 @@
     PYTHONPATH=. python3 runs/hopper_backward.py --check --out OUT.json                  checks, then the published table
     PYTHONPATH=. python3 runs/hopper_backward.py --variants "stagger=0" "group=8" ...   settings against each other
 
-FLOPs 12*T*K*H*I. Last line of stdout: one JSON document. A variant is a comma-separated list of stagger, copy_rows, align, ahead, group, omit (see
-BackwardConfig), wants (bits: x, topk_weights, w_gate_up, w_down; then bits and FLOPs are not compared).
+FLOPs 12*T*K*H*I. Last line of stdout: one JSON document. A variant is a comma-separated list of stagger, copy_rows, align, ahead, group, omit, recompute
+(see BackwardConfig), wants (bits: x, topk_weights, w_gate_up, w_down; then bits and FLOPs are not compared).
 """
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def main() -> int:
         T, H, I, E, K = SHAPES[name]
         ids, tensors = problem(T, H, I, E, K)
         options = PassOptions(save_for_backward=True)
-        plan, saved = cases.saved_of(cases.Case(ids, tensors, tensors.x, options))
+        plan, saved = cases.forwards_saved(cases.Case(ids, tensors, tensors.x, options))      # so that recompute=1 has these bits too
         dy = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
         flops, expected = 12 * T * K * H * I, None
         torch.cuda.empty_cache()

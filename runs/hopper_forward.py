@@ -3,8 +3,8 @@
     PYTHONPATH=. python3 runs/hopper_forward.py --out OUT.json                        the published table
     PYTHONPATH=. python3 runs/hopper_forward.py --sweep "stagger=0" "group=8" ...    variants of one setting, no-grad, one line each
 
-Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_vectors, sum_vectors, mover_warps, tickets, align, ahead,
-omit, group, row_ring, hidden_ring, save (0 or 1).
+Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_vectors, sum_vectors, mover_warps, omit,
+ group, row_ring, hidden_ring, save (0 or 1).
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mok.runtime import runtime
 
 SHAPES = {"qwen3-30b-a3b": (32768, 2048, 768, 128, 8), "olmoe": (32768, 2048, 1024, 64, 8), "kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2),
           "mixtral-8x7b": (16384, 4096, 14336, 8, 2)}
-CONFIG_KEYS = ("stagger", "copy_vectors", "sum_vectors", "mover_warps", "tickets", "align", "ahead", "omit")
+CONFIG_KEYS = ("stagger", "copy_vectors", "sum_vectors", "mover_warps", "omit")
 
 
 def problem(T: int, H: int, I: int, E: int, K: int):

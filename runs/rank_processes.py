@@ -82,7 +82,7 @@ def _mps(sharing: int) -> Iterator[None]:
     if sharing == 1:
         yield
         return
-    with PrivateMps(sharing) as daemon, daemon.inherited():
+    with PrivateMps() as daemon, daemon.inherited():
         yield
 
 

@@ -76,19 +76,33 @@ def bits_of_rank(ranks: Ranks, say: Say, shapes: list[str]) -> dict[str, Any]:
             runs = [both_passes(leaves, problem.ids[mine].contiguous(), problem.dy[mine], group) for _ in range(2)]
             wait(device)
             mok.check()
-            ranks.tell("one rank's turn")                      # its kernels take the whole device
-            whole_leaves = [t.requires_grad_() for t in (problem.x, problem.weights, *problem.expert_weights(slice(0, E)))]
-            whole = both_passes(whole_leaves, problem.ids, problem.dy, None)
-            wait(device)
+            whole = whole_by_turns(ranks, problem)
             own = [mine, mine, mine, problem.experts(rank), problem.experts(rank)]
             found.append({"shape": name, "thiek": [T, H, I, E, K], "tokens": cuts[rank + 1] - cuts[rank], "crowded": crowded,
                           "P1_differing": {what: differing(a, b) for what, a, b in zip(NAMES, *runs, strict=True)},
                           "P3_differing": {what: differing(a, b[part]) for what, a, b, part in zip(NAMES, runs[0], whole, own, strict=True)}})
-            problem.x.requires_grad_(False), problem.weights.requires_grad_(False)
             found[-1]["errors"] = check(problem, rank, runs[0])
             say(found[-1])
             ranks.tell("the next case")
     return {"rank": rank, "cases": found, "said": how_passes_run(), "launches_communicate": group.fused is not None}
+
+
+def shared(ranks: Ranks) -> bool:
+    """Whether ranks share a GPU."""
+    assert ranks.placement is not None
+    return ranks.placement.sharing > 1
+
+
+def whole_by_turns(ranks: Ranks, problem: Problem) -> list[Tensor]:
+    """One rank's results for all tokens. Its launches want the whole device, so ranks that share one take turns."""
+    whole: list[Tensor] = []
+    for turn in range(ranks.size if shared(ranks) else 1):
+        ranks.tell(f"turn {turn}")
+        if not shared(ranks) or turn == ranks.rank:
+            leaves = [t.detach().requires_grad_() for t in (problem.x, problem.weights, *problem.expert_weights(slice(0, problem.E)))]
+            whole = both_passes(leaves, problem.ids, problem.dy, None)
+            wait(problem.device)
+    return whole
 
 
 def differing(a: Tensor, b: Tensor) -> int:
@@ -213,8 +227,9 @@ def times_of_case(ranks: Ranks, say: Say, shape: Shape, watch: Stopwatch, roof: 
     forwards: dict[str, Callable[[], Tensor]] = {
         f"mok, {W} ranks": lambda: mok.moe(x, ids, weights, up, down, group=group),
         "mok, routes local": lambda: mok.moe(x, own_ids, weights, up, down, group=group),
-        "mok, one rank": lambda: mok.moe(x, local_ids, weights, up, down),
     }
+    if not shared(ranks):                                     # one rank's launch wants the whole device
+        forwards["mok, one rank"] = lambda: mok.moe(x, local_ids, weights, up, down)
     if has_baseline(shape.E, W):
         forwards["unfused"] = lambda: unfused_moe_on_ranks(x, ids, weights, up, down, W, exchange)
     for which in ("forward", "backward"):

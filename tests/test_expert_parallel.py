@@ -74,6 +74,15 @@ def test_any_number_of_ranks_gives_the_same_bits(pool, W, dtype):
     assert_ranks_equal_one(pool, global_case(2503, 72, 23, 5, 4, dtype), CUTS[W])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputed_z_has_the_same_bits_on_several_ranks(pool, dtype):
+    """Rows of x travel again in backward, and z of the rows that arrive is made as forward made it."""
+    case = global_case(2503, 72, 23, 5, 4, dtype)
+    alone, parts = run_case(case), pool.run(on_rank, 3, case, CUTS[3], {"recompute": "z"})
+    for name, whole in alone.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole), name
+
+
 @pytest.mark.parametrize("activation", ["swiglu_oai", "geglu", "reglu"])
 def test_activations_on_several_ranks(pool, activation):
     assert_ranks_equal_one(pool, global_case(97, 40, 12, 7, 3, torch.float32), [0, 13, 97], activation=activation)
@@ -158,6 +167,8 @@ def _disagree(process_group, how):
         x = x.double()
     if odd and how == "layer_key":
         options["layer_key"] = 5
+    if odd and how == "recompute":
+        options["recompute"] = "z"
     if odd and how == "wanted gradients":
         w["w_down"] = w["w_down"].detach()
     if odd and how == "topk_ids":
@@ -183,7 +194,7 @@ def on_rank_again(group, case):
     return mok.moe(case["x"], case["topk_ids"], case["topk_weights"], **weights, group=group)
 
 
-@pytest.mark.parametrize("how", ["H", "I", "K", "dtype", "layer_key", "wanted gradients", "topk_ids", "experts", "w_down"])
+@pytest.mark.parametrize("how", ["H", "I", "K", "dtype", "layer_key", "recompute", "wanted gradients", "topk_ids", "experts", "w_down"])
 def test_a_difference_raises_on_every_rank_and_the_group_lives_on(pool, how):
     case = global_case(8, 16, 4, 4, 2, torch.float32, biases=False, shared=False)
     expected = mok.moe(case["x"], case["topk_ids"], case["topk_weights"], case["w_gate_up"], case["w_down"])

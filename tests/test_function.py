@@ -207,6 +207,8 @@ BAD = [
     ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0"),
     ({"activation": "reglu", "swiglu_limit": 1.0}, "swiglu_limit=1.0"),
     ({"precision": "int4"}, "precision='int4'"),
+    ({"recompute": "h"}, "recompute='h' must be None or 'z'"),
+    ({"recompute": True}, "recompute=True must be None or 'z'"),
     ({"main_grad": (torch.zeros(4, 20, 24), torch.zeros(4, 24, 9))}, r"main_grad\[1\]"),
     ({"main_grad": (torch.zeros(4, 20, 24).bfloat16(), torch.zeros(4, 24, 10))}, r"main_grad\[0\] is torch.bfloat16"),
 ]
@@ -230,7 +232,8 @@ def test_engine_is_visible():
         mok.engine_for(torch.zeros(2, 16, device="meta"))
 
 
-def test_opcheck_of_every_op():
+@pytest.mark.parametrize("recompute", [None, "z"])
+def test_opcheck_of_every_op(recompute):
     arguments = inputs(T=9)
     x, ids = arguments["x"], arguments["topk_ids"]
     torch.library.opcheck(torch.ops.mok.plan.default, (ids, 4, torch.float32, 24, 10, 0, ""))
@@ -241,24 +244,26 @@ def test_opcheck_of_every_op():
     common = ([s.w_gate_up for s in shared], [s.w_down for s in shared], gates, plan)
     # not test_aot_dispatch_dynamic: it compares z bit for bit, padding rows included, and those are unspecified; the compile tests cover it
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.mok.moe_forward.default, (x, *weights, *common, None, None, "swiglu", None, "bf16", [-1, -1, -1], True, 0, ""),
-                          test_utils=checks)
+    settings = ("swiglu", None, "bf16", recompute, [-1, -1, -1])
+    torch.library.opcheck(torch.ops.mok.moe_forward.default, (x, *weights, *common, None, None, *settings, True, 0, ""), test_utils=checks)
     bare = [t.detach() for t in (x, *weights)]
     common = tuple([t.detach() for t in group] for group in common)
-    _, z, shared_z = torch.ops.mok.moe_forward(*bare, *common, None, None, "swiglu", None, "bf16", [-1, -1, -1], True, 0, "")
-    torch.library.opcheck(torch.ops.mok.moe_backward.default, (torch.randn(9, 24), *bare, *common, z, shared_z, "swiglu", None, "bf16",
-                                                               [-1, -1, -1], [True] * 11 + [False], 0, ""))   # the second gate does not exist
+    _, z, shared_z = torch.ops.mok.moe_forward(*bare, *common, None, None, *settings, True, 0, "")
+    assert (z.shape[0] == 0) == (shared_z.shape[0] == 0) == (recompute == "z")
+    torch.library.opcheck(torch.ops.mok.moe_backward.default, (torch.randn(9, 24), *bare, *common, z, shared_z, *settings, [True] * 11 + [False],
+                                                               0, ""))                                       # the second gate does not exist
 
 
+@pytest.mark.parametrize("recompute", [None, "z"])
 @pytest.mark.parametrize("with_main_grad", [False, True])
-def test_compiled_equals_eager_to_the_bit(with_main_grad):
+def test_compiled_equals_eager_to_the_bit(with_main_grad, recompute):
     torch._dynamo.reset()
 
     results = []
     for function in (mok.moe, torch.compile(mok.moe, backend="aot_eager", fullgraph=True)):
         arguments = inputs()
         accumulators = (torch.ones(4, 20, 24), torch.ones(4, 24, 10)) if with_main_grad else None
-        y = function(**arguments, main_grad=accumulators)
+        y = function(**arguments, main_grad=accumulators, recompute=recompute)
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves(arguments).values() if leaf.grad is not None), *(accumulators or ())])
     assert len(results[0]) == len(results[1]) == 12
@@ -327,3 +332,37 @@ def test_the_direct_path_gives_the_ops_bits_and_is_left_where_something_watches(
         watched = both()
     assert all(torch.equal(a, b) for a, b in zip(direct, watched, strict=True))
     assert {"mok.plan.default", "mok.moe_forward.default", "mok.moe_backward.default"} <= set(seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_recompute_changes_no_bit(dtype):
+    """y and every gradient, asked for by hand and by a layer's config."""
+    results = []
+    for recompute in (None, "z"):
+        arguments = inputs(T=2600, H=72, I=23, K=4, dtype=dtype)                 # 10^4 routes, odd I
+        y = mok.moe(**arguments, recompute=recompute)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype))
+        results.append({"y": y.detach()} | {name: leaf.grad for name, leaf in leaves(arguments).items()})
+    assert len(results[0]) == 12 and all(torch.equal(results[1][name], value) for name, value in results[0].items())
+    layers = [mok.MoE(mok.MoEConfig(24, 12, 4, 2, shared_intermediate_sizes=(8,), recompute=recompute), dtype=dtype) for recompute in (None, "z")]
+    x = torch.randn(50, 24).to(dtype)
+    grads = [torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())) for layer in layers]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with pytest.raises(ValueError, match="recompute=0 must be None or 'z'"):
+        mok.MoEConfig(24, 12, 4, 2, recompute=0)
+
+
+def test_recompute_is_refused_where_kernels_communicate(monkeypatch):
+    """Before anything is exchanged, and told to the other ranks: the fused group's z would not have the bits of the engine that goes backward."""
+    reports = []
+
+    class Group(mok.ExpertGroup):
+        def __init__(self):
+            self.fused, self.key = type("Fused", (), {"device": torch.device("cpu")})(), 0
+
+        def report(self, error, *arguments):
+            reports.append(error)
+
+    with pytest.raises(NotImplementedError, match="recompute='z' is not implemented"):
+        mok.moe(**inputs(), recompute="z", group=Group())
+    assert len(reports) == 1 and "recompute" in reports[0]

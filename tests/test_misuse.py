@@ -99,6 +99,35 @@ def test_moe_takes_what_only_looks_odd():
         assert torch.equal(mok.moe(**given | odd), y), odd
 
 
+def test_moe_looks_again_at_what_only_equals_a_call_that_passed(monkeypatch):
+    """Calls that passed are remembered, and True equals 1 and hashes like it."""
+    import mok.function as function
+
+    looks = []
+    monkeypatch.setattr(function, "check_moe_arguments", lambda *a, check=function.check_moe_arguments: looks.append(1) or check(*a))
+    given = arguments(T=7, H=4, I=4)                 # sizes that no other test has
+    for good, bad in (({"swiglu_limit": 1.0}, {"swiglu_limit": True}), ({"layer_key": 1}, {"layer_key": True}), ({"layer_key": 0}, {"layer_key": False})):
+        for _ in range(2):
+            mok.moe(**given | good)
+        refused(next(iter(bad)), mok.moe, **given | bad)
+    assert len(looks) == 3 + 3
+    refused("main_grad[1]", mok.moe, **given | {"main_grad": (given["main_grad"][0], given["main_grad"][1].double())})      # in no key
+    refused("topk_ids", mok.moe, **given | {"topk_ids": given["topk_ids"] + 3})                                             # nor are its values
+    assert len(looks) == 3 + 3
+
+
+def test_remembered_calls_are_bounded(monkeypatch):
+    import mok.checks as checks
+
+    monkeypatch.setattr(checks.runtime, "scratch", {})
+    monkeypatch.setattr(checks, "MAX_PASSED", 3)
+    for number in range(10):
+        checks.remember_passed(number)
+    assert checks.runtime.scratch[checks._PASSED] == {9}
+    checks.remember_passed(None)
+    assert checks.passed_before((), (), ([],)) == (None, False) and len(checks.runtime.scratch[checks._PASSED]) == 1
+
+
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.tensor(1.0), torch.zeros(2, 6, dtype=torch.int64)], ids=str)
 def test_engine_for(value):
     refused("x", mok.engine_for, value)

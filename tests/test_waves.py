@@ -183,6 +183,21 @@ def test_every_capacity_gives_the_same_bits(pool, W, factor, dtype):
     assert list(counts) == [WaveCounts(2, several, 2 * (own > 1), max(needed)) for own in needed]
 
 
+def _recomputing(process_group, case, cuts):
+    group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=ONE_TILE)
+    first, count = experts_of_rank(5, group.size, group.rank)
+    return run_case(case, group, slice(cuts[group.rank], cuts[group.rank + 1]), slice(first, first + count), recompute="z"), group.wave_counts.most
+
+
+def test_recomputed_z_in_waves(pool):
+    """With recompute="z" the first wave's z is made again too."""
+    case = global_case(700, 72, 23, 5, 4, torch.bfloat16)
+    alone, (parts, waves) = run_case(case), zip(*pool.run(_recomputing, 2, case, [0, 300, 700]))
+    assert min(waves) > 1
+    for name, whole in alone.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes(pool, dtype):
     case = global_case(700, 72, 23, 5, 3, dtype)
@@ -407,13 +422,15 @@ def test_compiled_calls_in_waves(pool):
 def _opcheck(process_group):
     group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=ONE_TILE)
     ids = torch.randint(-1, 3, (200, 2), generator=torch.Generator().manual_seed(0))
-    signature = "0|24|10|None|2|torch.float32|bf16|swiglu|None|[]"
+    signature = "0|24|10|None|2|torch.float32|bf16|swiglu|None|None|[]"
     arguments = (ids, 3, torch.float32, 24, 10, group.key, signature)
     torch.library.opcheck(torch.ops.mok.plan.default, arguments, test_utils=("test_schema", "test_faketensor"))
     x, weights = torch.randn(200, 24), (torch.rand(200, 2), torch.randn(3, 20, 24), torch.randn(3, 24, 10), None, None)
     plan = torch.ops.mok.plan(*arguments)
-    torch.library.opcheck(torch.ops.mok.moe_forward.default, (x, *weights, [], [], [], plan, None, None, "swiglu", None, "bf16", [-1, -1, -1], True, group.key,
-                                                              signature), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.mok.moe_forward.default, (x, *weights, [], [], [], plan, None, None, "swiglu", None, "bf16", None, [-1, -1, -1], True,
+                                                              group.key, signature), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.mok.moe_forward.default, (x, *weights, [], [], [], plan, None, None, "swiglu", None, "bf16", "z", [-1, -1, -1], True,
+                                                              group.key, signature), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_the_compiler_is_told_of_shapes(pool):

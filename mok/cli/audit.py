@@ -97,8 +97,7 @@ def _replay_on_ranks(record: Record, arguments: argparse.Namespace, output: Outp
         return status if ranks.leads else 0
 
     device = torch.device(record.header["configuration"]["device"] if torch.cuda.is_available() else "cpu")
-    # No processes are started to find that out; but ranks that share a GPU see fewer multiprocessors than this process, as did those of the run
-    if (device.type == "cpu" or record.ranks_at(0) == 1) and unlike_here(record) and not arguments.anyway:
+    if unlike_here(record) and not arguments.anyway:     # start no processes to find that out
         status, result = _report(Verdict(0, recorded, not_comparable=tuple(unlike_here(record)), was_run=False), output)
         output.finish({**document, **result})
         return status

@@ -68,13 +68,14 @@ def _failures_named() -> Iterator[None]:
     import torch.distributed as dist
 
     from ..fabric.process_group import FabricError
+    from ..lm.placement import is_mps_client
 
     try:
         yield
     except (FabricError, dist.DistError) as error:
         raise PeerFailed(f"rank {os.environ['RANK']}: {error}") from error
     except torch.AcceleratorError as error:
-        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ:
+        if not is_mps_client():
             raise
         # a client that is killed in mid-kernel takes its server along, and with it the contexts of all other clients
         raise PeerFailed(f"rank {os.environ['RANK']}: {str(error).splitlines()[0]} (ranks that share a GPU can fall together)") from error
@@ -122,13 +123,12 @@ def _shared_gpu(count: int, device: torch.device) -> Iterator[None]:
     from ..fabric.mps import PrivateMps
     from ..lm.placement import place_here
 
-    sharing = place_here(device, 0, count).sharing
-    if sharing == 1:
+    if place_here(device, 0, count).sharing == 1:
         yield
         return
     with ExitStack() as stack:
         try:
-            daemon = stack.enter_context(PrivateMps(sharing))
+            daemon = stack.enter_context(PrivateMps())
         except RuntimeError as error:
             raise CommandFailed(f"ranks={count} share a GPU: {error}") from error
         stack.enter_context(daemon.inherited())

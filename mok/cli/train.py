@@ -299,19 +299,16 @@ def _finish(trainer: Trainer, folder: RunFolder, bigram: float) -> dict[str, Any
 
 
 def _utilisation(trainer: Trainer, tokens_per_s: float) -> dict[str, Any] | None:
-    """Model FLOP utilisation on a GPU in bf16: one rank's model FLOPs a second over those of a large product measured here, after the run. None elsewhere.
-
-    Of ranks that share a GPU each has its share of the multiprocessors, for that product too.
-    """
+    """Model FLOP utilisation on GPUs in bf16: model FLOPs a second and GPU over those of a large product measured here, after the run. None elsewhere."""
     from ..lm.flops import flops_per_token, measured_roof
 
     if trainer.device.type != "cuda" or trainer.settings.precision != "bf16":
         return None
-    flops, roof = flops_per_token(trainer.model.config), measured_roof(trainer.device)
-    reached = tokens_per_s / trainer.ranks.size * flops * 1e-12
-    sharing = 1 if trainer.ranks.placement is None else trainer.ranks.placement.sharing
+    flops, roof, placement = flops_per_token(trainer.model.config), measured_roof(trainer.device), trainer.ranks.placement
+    gpus = 1.0 if placement is None else trainer.ranks.size * placement.gpus / placement.ranks
+    reached = tokens_per_s / gpus * flops * 1e-12
     return {"of_measured_roof": round(reached / roof, 4), "roof_tflops": round(roof, 1), "model_tflops": round(reached, 2), "flops_per_token": flops,
-            "ranks_on_gpu": sharing}
+            "gpus": gpus}
 
 
 def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> None:
@@ -321,9 +318,8 @@ def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> Non
     if result["tokens_per_s"] is not None:
         output.line(f"{result['tokens_per_s']:,.0f} tokens/s; picture: {folder.picture}; metrics: {folder.metrics}")
     if (mfu := result["mfu"]) is not None:
-        here = "this GPU" if mfu["ranks_on_gpu"] == 1 else f"this rank's share of a GPU with {mfu['ranks_on_gpu']}"
-        output.line(f"model FLOP utilisation {mfu['of_measured_roof']:.1%}: {mfu['model_tflops']:.1f} TFLOP/s a rank of products and causal attention, of "
-                    f"{mfu['roof_tflops']:.0f} that a bf16 product of 8192 x 8192 x 8192 reaches on {here} now")
+        output.line(f"model FLOP utilisation {mfu['of_measured_roof']:.1%}: {mfu['model_tflops']:.1f} TFLOP/s a GPU of products and causal attention, of "
+                    f"{mfu['roof_tflops']:.0f} that a bf16 product of 8192 x 8192 x 8192 reaches on this GPU now")
 
 
 def _sample(output: Output, trainer: Trainer, folder: RunFolder, num_bytes: int) -> str:

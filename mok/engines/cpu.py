@@ -5,7 +5,8 @@
 
 Between the brackets all tasks have ended; inside one they run in any order on any thread without changing a bit. At several ranks rows
 travel at the same places: x rows before the first bracket, results (y rows; dx rows and d_weight) before the last. With a bounded capacity
-(`mok.waves`) routed tiles and, in backward, routed weight gradients are done wave by wave in the same buffers.
+(`mok.waves`) routed tiles and, in backward, routed weight gradients are done wave by wave in the same buffers. Where z was not kept (waves but the
+first; all of it with options.recompute) backward makes it again by forward's own tiles, in scratch.
 """
 from __future__ import annotations
 
@@ -75,6 +76,11 @@ class SharedPass:
             tasks += experts.forward_tasks(Rows(self.x), y, None if z is None else z[:, columns])
             result.append(SharedRows(y, gate))
         return tasks, result
+
+    def z_tasks(self, z: Tensor, wants: Wants) -> list[Task]:
+        """Tasks that put the pre-activations that backward needs into z (T, z_width), with forward's bits."""
+        return [task for experts, columns, want in zip(self.experts, self._columns, _shared_wants(self, wants)) if want.needs_z
+                for task in experts.forward_tasks(Rows(self.x), None, z[:, columns])]
 
     def backward_tiles(self, dy: Tensor, z: Tensor, wants: Wants) -> list[Task]:
         """Tasks of the first bracket; gate_tasks must have run."""
@@ -189,22 +195,24 @@ class CpuEngine:
             waves = self._waves(plan)
             R, several = waves[0].capacity, len(waves) > 1
             rows = experts.backward_rows(R, want, take)
-            again = take(R, 2 * experts.width, x.dtype) if several and want.needs_z else None
+            recompute = options.recompute is not None
+            again = take(R, 2 * experts.width, x.dtype) if (several or recompute) and want.needs_z else None
+            shared_z = take(T, shared.z_width, x.dtype) if recompute else saved.shared_z
             carried = experts.carried_sums(want, take) if several else None
             targets = routed_weight_grads(tensors, wants, main_grad, grads)
             journey = self._row_journey(plan, T, K, len(waves))
-            runtime.tiles.run(shared.gate_tasks())
+            runtime.tiles.run(shared.gate_tasks() + (shared.z_tasks(shared_z, wants) if recompute else []))
             tasks: list[Task] = []                                   # the last wave's weight gradients run beside the sums of dx
             for wave in waves:
                 runtime.tiles.run(tasks)
-                here, z = experts.of_wave(wave), saved.z if again is None or wave.index == 0 else again
+                here, z = experts.of_wave(wave), saved.z if again is None or (wave.index == 0 and not recompute) else again
                 by_token = [dy, x] if want.w_gate_up or z is again else [dy]
                 sources, row_weights = journey.dispatch("backward dispatch", wave.index, by_token, tensors.topk_weights)
                 dy_rows, x_rows = sources[0], sources[-1]            # where x did not travel nobody reads x_rows
                 if z is again:
                     runtime.tiles.run(here.forward_tasks(x_rows, None, z))
                 tiles = here.backward_tasks(dy_rows, row_weights, z, want, rows)
-                runtime.tiles.run(tiles if wave.index else tiles + shared.backward_tiles(dy, saved.shared_z, wants))
+                runtime.tiles.run(tiles if wave.index else tiles + shared.backward_tiles(dy, shared_z, wants))
                 tasks = here.weight_grad_tasks(x_rows, dy_rows, row_weights, rows, targets, carried)
                 dx_home, d_weight_home = journey.home("backward combine", wave.index, rows.dx, rows.d_weight)
             shared_tasks, shared_rows = shared.backward_sums(dy, wants, grads)

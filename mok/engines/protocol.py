@@ -38,13 +38,17 @@ class MoETensors:
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What is not a tensor: activation and its clamp, precision, overlap, and whether forward must keep what backward needs."""
+    """What is not a tensor: activation and its clamp, precision, overlap, and whether forward must keep what backward needs.
+
+    recompute: None = backward reads `Saved`; "z" = it gets an empty one and makes z again from x, with forward's bits.
+    """
 
     activation: str = "swiglu"
     swiglu_limit: float | None = None
     precision: str = "bf16"
     overlap: Overlap | None = None
     save_for_backward: bool = False
+    recompute: str | None = None
 
 
 @dataclass(frozen=True)

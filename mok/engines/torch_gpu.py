@@ -91,9 +91,14 @@ def dispatch_weights(plan: RoutingPlan, topk_weights: Tensor) -> Tensor:
     return topk_weights.reshape(-1).index_select(0, plan.row_to_slot.clamp(min=0).long()).masked_fill_(plan.row_to_slot < 0, 0)
 
 
+def pre_activations(plan: RoutingPlan, x_rows: Tensor, tensors: MoETensors) -> Tensor:
+    """z (R, 2I), rounded, of x_rows (R, H); padding rows unspecified. The same operations wherever it is made, so the same bits."""
+    return rows_times_weight(plan, x_rows, tensors.w_gate_up, transpose=True, bias=tensors.b_gate_up)
+
+
 def experts_forward(plan: RoutingPlan, x_rows: Tensor, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Tensor]:
     """(y_rows (R, H) before the routing weight, z (R, 2I)), both rounded: this rank's experts on x_rows (R, H); padding rows unspecified."""
-    z = rows_times_weight(plan, x_rows, tensors.w_gate_up, transpose=True, bias=tensors.b_gate_up)
+    z = pre_activations(plan, x_rows, tensors)
     h = activate(z, options.activation, options.swiglu_limit)
     return rows_times_weight(plan, h, tensors.w_down, transpose=True, bias=tensors.b_down), z
 
@@ -226,9 +231,14 @@ def shared_gate(x: Tensor, expert: SharedExpert) -> Tensor | None:
     return torch.sigmoid((x.to(wide) * expert.gate_weight.to(wide)).sum(1, keepdim=True))
 
 
+def shared_pre_activations(x: Tensor, expert: SharedExpert) -> Tensor:
+    """z (T, 2I_s), rounded, of one shared expert."""
+    return wide_mm(x, expert.w_gate_up.T).to(x.dtype)
+
+
 def add_shared_forward(total: Tensor, x: Tensor, expert: SharedExpert, options: PassOptions) -> tuple[Tensor, Tensor]:
     """(total + gate * y_shared, z (T, 2I_s)): one shared expert on every token; total (T, H) in the accumulation dtype."""
-    z = wide_mm(x, expert.w_gate_up.T).to(x.dtype)
+    z = shared_pre_activations(x, expert)
     y = wide_mm(activate(z, options.activation, options.swiglu_limit), expert.w_down.T).to(x.dtype).to(total.dtype)
     gate = shared_gate(x, expert)
     return (total + y if gate is None else torch.addcmul(total, gate, y)), z
@@ -314,9 +324,12 @@ class TorchGpuEngine:
         dx = None
         if wants.x or wants.topk_weights or wants.any_routed_weight:
             journey = self._journey(plan, K)
-            sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if wants.w_gate_up else [dy], tensors.topk_weights)
+            recompute = options.recompute is not None and (wants.x or wants.topk_weights or wants.w_gate_up or wants.w_down or wants.b_gate_up)
+            needs_x = wants.w_gate_up or recompute
+            sources, row_weights = journey.dispatch("backward dispatch", [dy, x] if needs_x else [dy], tensors.topk_weights)
             assert row_weights is not None
-            rows = experts_backward(plan, sources[1] if wants.w_gate_up else None, sources[0], row_weights, saved.z, tensors, options, wants,
+            z = pre_activations(plan, sources[1], tensors) if recompute else saved.z
+            rows = experts_backward(plan, sources[1] if wants.w_gate_up else None, sources[0], row_weights, z, tensors, options, wants,
                                     accumulating=main_grad is not None)
             dx_home, dweight_home = journey.home("backward combine", rows.dx_rows, rows.dweight_rows)
             if dx_home is not None:
@@ -328,9 +341,11 @@ class TorchGpuEngine:
             grads.b_gate_up = _deliver(rows.b_gate_up, dtype, None)
             grads.b_down = _deliver(rows.b_down, dtype, None)
         shared_z = saved.shared_z.split([expert.w_gate_up.shape[0] for expert in tensors.shared], dim=1) if tensors.shared else ()
-        for i, (expert, z, want) in enumerate(zip(_contiguous(tensors.shared), shared_z, wants.shared, strict=True)):
+        for i, (expert, z_of_expert, want) in enumerate(zip(_contiguous(tensors.shared), shared_z, wants.shared, strict=True)):
             if wants.x or any(want):
-                dx, grads.shared[i] = shared_backward(dx, x, dy, z, expert, options, want)
+                if options.recompute is not None:
+                    z_of_expert = shared_pre_activations(x, expert)
+                dx, grads.shared[i] = shared_backward(dx, x, dy, z_of_expert, expert, options, want)
         if dx is not None:
             grads.x = dx.to(dtype)
         return grads

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 SINGLE, CUDA_IPC, SYMMETRIC_MEMORY, PROCESS_GROUP = "single", "cuda ipc", "symmetric memory", "process group"
+MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"      # set in a client's environment: its share of a device's multiprocessors
 
 
 @dataclass(frozen=True)

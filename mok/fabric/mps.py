@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .choice import MPS_SHARE
+
 _PROGRAM = "nvidia-cuda-mps-control"
 _START_S, _QUIT_S, _END_S = 20.0, 10.0, 5.0
 _PR_SET_PDEATHSIG = 1
@@ -19,19 +21,17 @@ _prctl = ctypes.CDLL(None).prctl         # looked up here: a forked child of a p
 
 
 class PrivateMps:
-    """`with PrivateMps(ranks) as mps:` runs a daemon of its own in a folder of its own; processes started with `mps.environment` are its clients.
+    """`with PrivateMps() as mps:` runs a daemon of its own in a folder of its own; processes started with `mps.environment` are its clients.
 
-    ranks: processes that will share the GPU; each may use 100 / ranks per cent of its SMs. Other users' daemons are neither used nor touched: the pipe
-    folder is private, and what is ended at the end is this daemon and its servers, by process id. The daemon also ends with the thread that started it,
-    however that ends.
+    Other users' daemons are neither used nor touched: the pipe folder is private, and what is ended at the end is this daemon and its servers, by process
+    id. The daemon also ends with the thread that started it, however that ends.
     Kernels of different ranks wait for one another, so without MPS, which lets them run at once, each round trip between ranks costs a time slice (4.5 ms
-    against 2.3 us, H200). Raises RuntimeError if the daemon is not installed or does not start.
+    against 2.3 us, H200). Clients get no share of the SMs (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): shares overlap, so two launches that fill theirs may never be
+    resident at once (seen on an H200 with 50 % each); launches that leave room for one another are. Raises RuntimeError if the daemon is not installed
+    or does not start.
     """
 
-    def __init__(self, ranks: int) -> None:
-        if ranks < 1:
-            raise ValueError(f"{ranks=} must be at least 1")
-        self.ranks = ranks
+    def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory | None = None
         self._daemon: subprocess.Popen | None = None
 
@@ -41,8 +41,7 @@ class PrivateMps:
         if self._folder is None:
             raise RuntimeError("MPS is not running: use it as a context manager")
         folder = self._folder.name
-        return {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
-                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 / self.ranks:g}"}
+        return {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
@@ -97,10 +96,8 @@ class PrivateMps:
         self._folder = None
 
     def _own_environment(self) -> dict[str, str]:
-        """The daemon's: its folders, and no share of the GPU (that is the clients')."""
-        environment = {**os.environ, **self.environment}
-        del environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
-        return environment
+        """The daemon's: its folders, and no share of the GPU, which a user may have set for clients."""
+        return {name: value for name, value in {**os.environ, **self.environment}.items() if name != MPS_SHARE}
 
     def _await_start(self, program: str) -> None:
         deadline = time.monotonic() + _START_S

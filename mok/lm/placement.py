@@ -6,13 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
+# what makes a process a client of an MPS daemon that is not the system's own (`mok.fabric.mps`)
+_MPS_CLIENT = "CUDA_MPS_PIPE_DIRECTORY"
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank computes. sharing: ranks on the GPU that most of this machine's ranks share, the same on all of them; 1 on CPUs."""
+    """Where one rank computes. ranks: those of this machine; gpus: how many GPUs they use together, 0 on CPUs."""
 
     device: torch.device
-    sharing: int = 1
+    ranks: int = 1
+    gpus: int = 0
+
+    @property
+    def sharing(self) -> int:
+        """Ranks on the GPU that most of this machine's ranks share, the same on all of them; 1 on CPUs."""
+        return -(-self.ranks // self.gpus) if self.gpus else 1
 
     @property
     def backend(self) -> str:
@@ -22,7 +31,12 @@ class Placement:
     @property
     def meets_inside_launches(self) -> bool:
         """Whether kernels of different ranks run at once, so that they may wait for one another: ranks that share a GPU need to be MPS clients for it."""
-        return self.device.type == "cuda" and (self.sharing == 1 or "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ)
+        return self.device.type == "cuda" and (self.sharing == 1 or is_mps_client())
+
+
+def is_mps_client() -> bool:
+    """Whether this process's environment makes it a client of a private MPS daemon."""
+    return _MPS_CLIENT in os.environ
 
 
 def place(device: torch.device, rank: int, ranks: int, gpus: int) -> Placement:
@@ -32,12 +46,11 @@ def place(device: torch.device, rank: int, ranks: int, gpus: int) -> Placement:
     At 3 ranks and 2 GPUs: cuda:0, cuda:0, cuda:1, and sharing == 2.
     """
     if device.type != "cuda":
-        return Placement(device)
-    if device.index is not None:
         return Placement(device, ranks)
-    if gpus >= ranks:
-        return Placement(torch.device("cuda", rank))
-    return Placement(torch.device("cuda", rank * gpus // ranks), -(-ranks // gpus))
+    if device.index is not None:
+        return Placement(device, ranks, 1)
+    used = min(gpus, ranks)
+    return Placement(torch.device("cuda", rank * used // ranks), ranks, used)
 
 
 def place_here(device: torch.device, rank: int, ranks: int) -> Placement:

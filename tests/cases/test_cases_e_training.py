@@ -253,7 +253,8 @@ def test_case_E5_frozen_costs_no_memory(device, what):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", [c for n in range(1, 5) for c in itertools.combinations(PARTS, n)], ids="+".join)
-def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted):
+@pytest.mark.parametrize("recompute", [None, "z"], ids=["saved", "recomputed"])
+def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted, recompute):
     """The same to the byte: a forward and a backward of the fused kernels need the saved tensors, the wanted gradients and the stated scratch of
     those gradients, so nothing is allocated for a frozen one."""
     E, H, I, T, K = 4, 256, 512, 3000, 2
@@ -271,14 +272,14 @@ def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted):
         arguments["shared"] = []
         for name in names:
             leaves[name].requires_grad_()
-        mok.moe(**arguments).backward(p.dy)
+        mok.moe(**arguments, recompute=recompute).backward(p.dy)
 
     passes(PARTS)                                                                                  # counters and kernels are in place
     R = plan_capacity(T * K, E)
-    saved = R * 2 * I * 2 + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
+    saved = (R * 2 * I * 2 if recompute is None else 0) + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
     y = T * H * 2
     forward = scratch_sizes(T, H, I, R, (), granularity(None, H, I)).bytes
-    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS})).bytes
+    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS}), recompute is not None).bytes
     gradients = sum(p[name].numel() * p[name].element_size() for name in wanted)
     stated = saved + y + max(forward, backward + gradients)
     peak = peak_bytes("cuda", passes)

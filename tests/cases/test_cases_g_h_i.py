@@ -74,38 +74,43 @@ def saved_bytes(p: Problem, *wanted: str) -> tuple[int, torch.Tensor]:
     return sum(kept.values()), y
 
 
-def stated_bytes(T: int, K: int, E: int, I: int, shared: tuple[int, ...], item: int) -> int:
-    """z (R, 2I), the shared experts' (T, sum of 2I_s), and the plan: R rows twice, T*K slots, R/128 tiles, E counts and one scalar in int32,
-    E + 1 offsets in int64."""
+def stated_bytes(T: int, K: int, E: int, I: int, shared: tuple[int, ...], item: int, recompute: str | None = None) -> int:
+    """z (R, 2I), the shared experts' (T, sum of 2I_s), unless both are computed again, and the plan: R rows twice, T*K slots, R/128 tiles, E counts
+    and one scalar in int32, E + 1 offsets in int64."""
     R = plan_capacity(T * K, E)
-    return R * 2 * I * item + T * 2 * sum(shared) * item + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
+    z = 0 if recompute == "z" else R * 2 * I * item + T * 2 * sum(shared) * item
+    return z + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
 
 
 @pytest.mark.parametrize("wanted", [("x", "topk_weights", "w_gate_up", "w_down"), ("x",), ("w_down",), ("topk_weights",)], ids="+".join)
 @pytest.mark.parametrize("shared", [(), (32, 16)], ids=["routed", "shared"])
-def test_case_H4(device, dtype, wanted, shared):
-    """unsloth-zoo#838, #858: tensors kept for backward that it does not need. Kept is z and the plan, whatever is frozen, and not a byte more."""
+@pytest.mark.parametrize("recompute", [None, "z"], ids=["saved", "recomputed"])
+def test_case_H4(device, dtype, wanted, shared, recompute):
+    """unsloth-zoo#838, #858: tensors kept for backward that it does not need. Kept is z and the plan, whatever is frozen, and not a byte more; with
+    recompute="z" the plan alone."""
     T, K, E, H, I = 1024, 2, 8, 64, 32
     p = problem(random_routes(T, K, E), E, H, I, device, dtype, shared=shared)
+    p.settings["recompute"] = recompute
     kept, y = saved_bytes(p, *wanted)
-    spare = kept - stated_bytes(T, K, E, I, shared, dtype.itemsize)
+    spare = kept - stated_bytes(T, K, E, I, shared, dtype.itemsize, recompute)
     assert y.requires_grad and spare in (0, 4)                                   # 4: the spare row of the torch builder's row_to_slot
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "I"), [(64, 512), (72, 520)], ids=["fused", "plain"])
-def test_case_H4_between_the_passes_of_a_gpu(H, I):
+@pytest.mark.parametrize("recompute", [None, "z"], ids=["saved", "recomputed"])
+def test_case_H4_between_the_passes_of_a_gpu(H, I, recompute):
     """The same where it counts: what the allocator has out between forward and backward is y and the stated bytes, whatever hooks can see."""
     T, K, E = 4096, 2, 8
     p = problem(random_routes(T, K, E), E, H, I, "cuda", torch.bfloat16)
     arguments, _ = p.leaves()
     arguments["shared"] = []
-    mok.moe(**arguments).backward(p.dy)                                          # counters, kernels and gradients are in place
+    mok.moe(**arguments, recompute=recompute).backward(p.dy)                      # counters, kernels and gradients are in place
     before = requested_bytes("current")
-    y = mok.moe(**arguments)
+    y = mok.moe(**arguments, recompute=recompute)
     kept = requested_bytes("current") - before - y.numel() * y.element_size()
-    stated = stated_bytes(T, K, E, I, (), 2)
-    assert stated > 16 * 2**20 and kept - stated in (0, 4)                        # 4: as above
+    stated = stated_bytes(T, K, E, I, (), 2, recompute)
+    assert (stated > 16 * 2**20) == (recompute is None) and kept - stated in (0, 4)      # 4: as above
     y.backward(p.dy)
     del y
     assert requested_bytes("current") <= before

@@ -1,6 +1,6 @@
 """`python -m tests.cli.sharing_ranks FOLDER`: the launcher with two ranks that share a GPU, as if there were one, and do nothing but note what they see.
 
-Each writes "pid, share, whether the daemon runs" to FOLDER/rank-N once when it has started and, where it is asked to stop, once more in FOLDER/end-N
+Each writes "pid, folder of the daemon, whether it runs" to FOLDER/rank-N once when it has started and, where it is asked to stop, once more in FOLDER/end-N
 after a moment in which the daemon could end. The environment's BEHAVIOUR: "wait" (until asked to stop), "die" (rank 1 kills itself, rank 0 sees it and ends).
 """
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = Path(os.environ["FOLDER"])
 def _note(name: str) -> None:
     daemon = int(Path(os.environ["PIDS"]).read_text().split()[0])
     partial = FOLDER / f".{name}"
-    partial.write_text(f"{os.getpid()} {os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} {runs(daemon)}")
+    partial.write_text(f"{os.getpid()} {os.environ['CUDA_MPS_PIPE_DIRECTORY']} {runs(daemon)}")
     partial.rename(FOLDER / name)
 
 

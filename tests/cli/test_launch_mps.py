@@ -38,18 +38,19 @@ def test_the_daemon_lives_as_long_as_the_ranks(tmp_path, path, how):
     process = _start(tmp_path, path, BEHAVIOUR="die" if how == "a rank is killed" else "wait")
     _await(lambda: all((tmp_path / f"rank-{rank}").exists() for rank in range(2)) or process.poll() is not None, "both ranks to start")
     ranks = [(tmp_path / f"rank-{rank}").read_text().split() for rank in range(2)]
-    assert [rank[1:] for rank in ranks] == [["50", "True"]] * 2                # half of the GPU each, and the daemon there before them
+    pipe = ranks[0][1]
+    assert Path(pipe).name == "pipe" and [rank[1:] for rank in ranks] == [[pipe, "True"]] * 2                # the daemon there before them
     daemon, server = map(int, (tmp_path / "pids").read_text().split())
     if how == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)                                   # as a terminal does: to all that the command started
     _, err = process.communicate(timeout=30)
     if how == "Ctrl-C":
         assert process.returncode == 130 and "Traceback" not in err, err
-        assert [(tmp_path / f"end-{rank}").read_text().split()[1:] for rank in range(2)] == [["50", "True"]] * 2, "the ranks lost the daemon before their end"
+        assert [(tmp_path / f"end-{rank}").read_text().split()[1:] for rank in range(2)] == [[pipe, "True"]] * 2, "the ranks lost the daemon before their end"
     else:
         assert process.returncode == 1
         assert err.splitlines() == [f"mok train: failed: rank 1 (pid {ranks[1][0]}) was killed by SIGKILL", "mok train: failed: rank 0: lost rank 1"]
-    assert not any(map(runs, [daemon, server, *(int(rank[0]) for rank in ranks)]))
+    assert not Path(pipe).exists() and not any(map(runs, [daemon, server, *(int(rank[0]) for rank in ranks)]))
 
 
 @pytest.mark.parametrize(("there", "said"), [(True, "ended with status 3"), (False, "is not installed")])

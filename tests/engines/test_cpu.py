@@ -330,6 +330,21 @@ def test_saves_exactly_what_the_protocol_says():
     assert (saved.z[rows].double() - truth).abs().max() < 2**-7 * truth.abs().max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recomputed_z_changes_no_bit(dtype):
+    """Backward without any saved z: odd sizes, biases, shared experts; all gradients, then some that need z of one kind only."""
+    case = make_case(700, 65, 33, 5, 3, dtype, biases=True, shared=SHARED)
+    plan = ENGINE.build_plan(case.topk_ids, 5)
+    again = replace(case.options, save_for_backward=False, recompute="z")
+    y, saved = ENGINE.forward(plan, case.tensors, case.options)
+    y_again, nothing = ENGINE.forward(plan, case.tensors, again)
+    assert same_bits(y, y_again) and nothing.z.shape[0] == nothing.shared_z.shape[0] == 0
+    none = ((False, False, False),) * 3
+    for wants in (want_all(case), Wants(w_down=True, shared=none), Wants(b_down=True, shared=((False, True, False), *none[1:])), Wants(shared=none)):
+        expected = named(ENGINE.backward(plan, case.tensors, case.options, saved, case.dy, wants, None))
+        assert not differing(named(ENGINE.backward(plan, case.tensors, again, nothing, case.dy, wants, None)), expected), wants
+
+
 def test_quantised_precision_is_refused():
     case = make_case(4, 16, 16, 2, 1, torch.bfloat16)
     plan = ENGINE.build_plan(case.topk_ids, 2)

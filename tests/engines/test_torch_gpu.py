@@ -358,6 +358,27 @@ def test_nothing_saved_unless_asked_for(device):
     assert torch.equal(y, y_saving)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "H", "I"), [(torch.float64, 24, 10), (torch.bfloat16, 65, 33), (torch.bfloat16, 64, 48)], ids=str)
+def test_recomputed_z_changes_no_bit(dtype, H, I, device):
+    """Both products, by grouped tiles and one by one; all gradients, then some that need z of one kind only."""
+    ids, tensors = case(700, H, I, dtype=dtype, device=device)
+    again, plan = PassOptions(recompute="z"), ENGINE.build_plan(ids, 5)
+    y, saved = ENGINE.forward(plan, tensors, PassOptions(save_for_backward=True))
+    y_again, nothing = ENGINE.forward(plan, tensors, again)
+    assert torch.equal(y, y_again) and nothing.z.shape[0] == nothing.shared_z.shape[0] == 0
+    dy, off = torch.randn(700, H, generator=torch.Generator().manual_seed(1)).to(device, dtype), (False, False, False)
+    for wants in (Wants(True, True, True, True, True, True, ((True, True, True), (True, True, False))), Wants(w_down=True, shared=(off, off)),
+                  Wants(b_down=True, shared=((False, True, False), off)), Wants(shared=(off, off))):
+        expected = ENGINE.backward(plan, tensors, PassOptions(save_for_backward=True), saved, dy, wants, None)
+        got = ENGINE.backward(plan, tensors, again, nothing, dy, wants, None)
+        for name in NAMES:
+            a, b = getattr(expected, name), getattr(got, name)
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (name, wants)
+        for a, b in zip((p for s in expected.shared for p in s), (p for s in got.shared for p in s), strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), wants
+
+
 def test_segment_sums_stop_at_borders():
     ids = torch.tensor([[0]] * 300 + [[2]] * 5 + [[3]] * 128)                          # three tiles, no tile, one short tile, one full tile
     plan = RoutingPlan.build(ids, 4)
@@ -397,6 +418,11 @@ def _on_rank(process_group, ids, tensors, dy, cuts):
     engine, options = TorchGpuEngine(group), PassOptions(save_for_backward=True)
     y, saved = engine.forward(plan, mine, options)
     grads = engine.backward(plan, mine, options, saved, dy[tokens], Wants(True, True, True, True, True, True), None)
+    again = PassOptions(recompute="z")
+    _, nothing = engine.forward(plan, mine, again)
+    for wants in (Wants(True, True, True, True, True, True), Wants(w_down=True)):                     # the second brings no rows of x otherwise
+        recomputed = engine.backward(plan, mine, again, nothing, dy[tokens], wants, None)
+        assert all(torch.equal(getattr(grads, name), getattr(recomputed, name)) for name in NAMES if getattr(wants, name))
     return flat(y, grads), first
 
 

@@ -22,11 +22,12 @@ def stand_in(tmp_path, monkeypatch):
     return tmp_path / "pids"
 
 
-def test_clients_get_private_folders_and_their_share(stand_in, monkeypatch):
+def test_clients_get_private_folders_and_no_share(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/the/users/own")
     monkeypatch.delenv("CUDA_MPS_LOG_DIRECTORY", raising=False)
-    with PrivateMps(8) as mps:
-        assert mps.environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12.5"
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")          # the stand-in ends with an error if the daemon gets it
+    with PrivateMps() as mps:
+        assert set(mps.environment) == {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
         folders = {mps.environment["CUDA_MPS_PIPE_DIRECTORY"], mps.environment["CUDA_MPS_LOG_DIRECTORY"]}
         assert len(folders) == 2 and all(Path(folder).is_dir() for folder in folders) and "/the/users/own" not in folders
         with mps.inherited():
@@ -41,9 +42,9 @@ def test_clients_get_private_folders_and_their_share(stand_in, monkeypatch):
 def test_daemon_and_servers_end_by_id_and_nothing_else_does(stand_in, monkeypatch, behaviour):
     """However the daemon behaves, and when the body raises; another process of the same name goes on."""
     monkeypatch.setenv("STAND_IN", behaviour)
-    with PrivateMps(2) as another:
+    with PrivateMps() as another:
         others = [int(pid) for pid in stand_in.read_text().split()]
-        with pytest.raises(KeyError), PrivateMps(2):
+        with pytest.raises(KeyError), PrivateMps():
             mine = [int(pid) for pid in stand_in.read_text().split()]
             assert all(map(runs, mine)) and not set(mine) & set(others)
             raise KeyError
@@ -54,12 +55,12 @@ def test_daemon_and_servers_end_by_id_and_nothing_else_does(stand_in, monkeypatc
 
 def test_a_daemon_that_fails_says_why(stand_in, monkeypatch):
     monkeypatch.setenv("STAND_IN", "fails")
-    with pytest.raises(RuntimeError, match=r"status 3.*no permission for the GPU"), PrivateMps(2):
+    with pytest.raises(RuntimeError, match=r"status 3.*no permission for the GPU"), PrivateMps():
         pass
 
 
 def test_the_daemon_ends_with_a_killed_parent(stand_in):
-    code = "import os, signal; from mok.fabric.mps import PrivateMps; PrivateMps(2).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+    code = "import os, signal; from mok.fabric.mps import PrivateMps; PrivateMps().__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", code], check=False)
     daemon, server = map(int, stand_in.read_text().split())
     deadline = time.monotonic() + 10
@@ -71,7 +72,5 @@ def test_the_daemon_ends_with_a_killed_parent(stand_in):
 
 def test_without_the_program_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="not installed"), PrivateMps(2):
+    with pytest.raises(RuntimeError, match="not installed"), PrivateMps():
         pass
-    with pytest.raises(ValueError, match="ranks=0"):
-        PrivateMps(0)

@@ -133,7 +133,7 @@ def check(outcomes: list, W: int, kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("W", "channel"), [(2, "group"), (4, "store"), (8, "store")])
 def test_kernels_of_ranks_that_share_a_device_exchange_under_mps(W, channel):
-    with PrivateMps(W) as mps, mps.inherited():
+    with PrivateMps() as mps, mps.inherited():
         check(run_mortal_ranks(rank_body, W, [0] * W, None, channel, 2000, timeout=90), W, CUDA_IPC)
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from oracle import Case, check_case, differing, named, want_all
 
 from mok.engines.protocol import Grads, MainGrad, Saved, Wants
 from mok.engines.torch_gpu import TorchGpuEngine
+from mok.plan import RoutingPlan
 
 PLAIN_SHAPES = {
     "one full tile of every kind": (128, 256, 256, 2, 1),
@@ -49,6 +51,35 @@ def saved_of(case: Case):
             row = plan.slot_to_row[token * case.topk_ids.shape[1] + k].long()
             z[row] = (t.x[token].double() @ t.w_gate_up[e].double().T + t.b_gate_up[e].double()).to(z.dtype)
     return plan, Saved(z, saved.shared_z.contiguous())
+
+
+def forwards_saved(case: Case):
+    """(plan, what the forward kernel saves): the z whose bits a backward pass that recomputes z must find again. Padding rows of z hold NaN."""
+    from mok.engines.hopper.engine import HopperEngine
+
+    engine = HopperEngine()
+    plan = engine.build_plan(case.topk_ids, case.num_experts)
+    _, saved = engine.forward(plan, case.tensors, replace(case.options, save_for_backward=True))
+    return plan, Saved(saved.z.masked_fill((plan.row_to_slot < 0).unsqueeze(1), float("nan")), saved.shared_z)
+
+
+def recomputing(case: Case) -> Case:
+    return replace(case, options=replace(case.options, recompute="z"))
+
+
+def nothing_saved(plan: RoutingPlan, saved: Saved) -> tuple[RoutingPlan, Saved]:
+    return plan, Saved(saved.z[:0], saved.shared_z[:0])
+
+
+def same_recomputed(case: Case, wants: Wants | None = None, settings: Sequence[dict] = ({},)) -> None:
+    """Every gradient has the bits of the pass that reads forward's z, without being given any z, with all of these settings."""
+    both = forwards_saved(case)
+    expected = named(backward(case, wants, plan_and_saved=both))
+    for setting in settings:
+        got = named(backward(recomputing(case), wants, plan_and_saved=nothing_saved(*both), **setting))
+        assert {name for name, grad in got.items() if grad is not None} == {name for name, grad in expected.items() if grad is not None}
+        assert all(grad is None or torch.isfinite(grad).all() for grad in got.values())
+        assert not differing(expected, got), f"{setting}: {differing(expected, got)} differ"
 
 
 def mismatches(first: Grads, second: Grads) -> list[str]:

@@ -5,11 +5,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backward_cases import ACTIVATIONS, PLAIN_SHAPES, SHARED, accumulates, backward, check, ids_like, plain_case, same_everywhere, saved_of, sixteen_wants
+from backward_cases import (
+    ACTIVATIONS,
+    PLAIN_SHAPES,
+    SHARED,
+    accumulates,
+    backward,
+    check,
+    forwards_saved,
+    ids_like,
+    nothing_saved,
+    plain_case,
+    recomputing,
+    same_everywhere,
+    same_recomputed,
+    saved_of,
+    sixteen_wants,
+)
 from gpu_support import gpu_case
-from oracle import check_case, named, same_bits, want_all
+from oracle import check_case, differing, named, same_bits, want_all
 
-from mok.engines.protocol import Wants
+from mok.engines.protocol import MainGrad, Wants
 
 pytestmark = pytest.mark.gpu
 
@@ -134,6 +150,17 @@ def test_P1_and_P2_settings_change_no_bit():
     same_everywhere(gpu_case(2000, 528, 592, 12, 4, shared=((336, True),)), settings)
 
 
+def test_gates_are_waited_for_where_no_product_is():
+    """Of a gated shared expert only dw_down is wanted: its DH tasks have no k-steps, and must still not read gates that a sleeping mover has yet to write."""
+    from mok.engines.hopper.backward import BackwardConfig
+
+    case = gpu_case(1000, 272, 176, 4, 2, shared=((336, True),))
+    expected = backward(case).shared[0][1]
+    for _ in range(5):
+        alone = backward(case, Wants(shared=((False, True, False),)), config=BackwardConfig(0, debug=1)).shared[0][1]
+        assert same_bits(alone, expected)
+
+
 def test_P4_a_tokens_gradients_do_not_depend_on_the_batch():
     case = gpu_case(600, 272, 336, 6, 3, biases=True, shared=((96, True),))
     kept = torch.randperm(600, generator=torch.Generator().manual_seed(1))[:211].cuda()
@@ -161,3 +188,105 @@ def test_graph_replay_with_new_routes():
         graph.replay()
         torch.cuda.synchronize()
         assert all(same_bits(value, expected[name]) for name, value in named(grads).items())
+
+
+# ---- recompute="z": the bits of the pass that reads forward's z ----
+
+@pytest.mark.parametrize("name", PLAIN_SHAPES)
+def test_recomputed_z_has_forwards_bits(name):
+    same_recomputed(plain_case(name))
+
+
+@pytest.mark.parametrize("name", ["swiglu", *ACTIVATIONS])
+def test_recomputed_z_with_biases_a_shared_expert_and_every_activation(name):
+    activation, limit = ACTIVATIONS.get(name, ("swiglu", None))
+    same_recomputed(gpu_case(200, 272, 176, 5, 3, biases=True, activation=activation, swiglu_limit=limit, shared=((96, True),)))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_recomputed_z_of_shared_experts(name):
+    same_recomputed(gpu_case(300, 272, 176, 5, 2, shared=SHARED[name]))
+
+
+@pytest.mark.parametrize("routes", [3, -1], ids=["one expert takes all", "no route at all"])
+def test_recomputed_z_one_sided(routes):
+    same_recomputed(gpu_case(300, 256, 96, 6, 2, topk_ids=ids_like(300, 2, routes), shared=((80, False),)))
+
+
+@pytest.mark.parametrize("wanted", ["x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down", "nothing routed"])
+def test_recomputed_z_for_one_wanted_gradient(wanted):
+    """With all shared gradients, then with none: rows of x are brought and z is made whatever is wanted, dw_gate_up or not."""
+    case = gpu_case(300, 272, 176, 6, 2, biases=True, shared=((80, False), (336, True)))
+    routed = {} if wanted == "nothing routed" else {wanted: True}
+    same_recomputed(case, Wants(**routed, shared=((False, True, False), (False, False, True))))
+    if routed:
+        same_recomputed(case, Wants(**routed, shared=((False, False, False),) * 2))
+
+
+def test_recomputed_z_settings_change_no_bit():
+    from mok.engines.hopper.backward import BackwardConfig
+
+    settings = [{}, {"group_tiles": 1}, {"group_tiles": 7}, {"reserve_sms": 100}, {"reserve_sms": 131}, {"config": BackwardConfig(0, recompute=True, debug=1)},
+                {"config": BackwardConfig(0, recompute=True, align=True, ahead=2), "group_tiles": 3}, {}]
+    same_recomputed(gpu_case(2000, 528, 592, 12, 4, biases=True, shared=((336, True),)), settings=settings)
+
+
+def test_recomputed_z_comes_from_x_and_w_gate_up():
+    """The comparison above can fail: another x, or another weight, gives other gradients though what is wanted reads them through z alone."""
+    case = gpu_case(300, 272, 176, 6, 2, biases=True)
+    both, wants = forwards_saved(case), Wants(w_down=True)
+    expected = backward(case, wants, plan_and_saved=both).w_down
+    for name in ("x", "w_gate_up", "b_gate_up"):
+        other = recomputing(replace(case, tensors=replace(case.tensors, **{name: getattr(case.tensors, name) * 1.25})))
+        assert not torch.equal(backward(other, wants, plan_and_saved=nothing_saved(*both)).w_down, expected), name
+
+
+def test_recomputed_z_into_main_grad():
+    case = gpu_case(300, 272, 176, 6, 2)
+    both, t = forwards_saved(case), case.tensors
+    start = [torch.randn(w.shape, device="cuda") for w in (t.w_gate_up, t.w_down)]
+    saving, again = (MainGrad(*(s.clone() for s in start)) for _ in range(2))
+    backward(case, main_grad=saving, plan_and_saved=both)
+    backward(recomputing(case), main_grad=again, plan_and_saved=nothing_saved(*both))
+    assert torch.equal(saving.w_gate_up, again.w_gate_up) and torch.equal(saving.w_down, again.w_down) and not torch.equal(saving.w_down, start[1])
+
+
+def test_recomputed_z_in_a_graph_with_new_routes():
+    from mok.engines.hopper.backward_launch import hopper_backward
+
+    case, other = (recomputing(gpu_case(300, 272, 176, 6, 2, biases=True, seed=seed)) for seed in (1, 2))
+    both, other_both = forwards_saved(case), forwards_saved(other)
+    expected = named(backward(other, plan_and_saved=nothing_saved(*other_both)))
+    assert not differing(expected, named(backward(replace(other, options=case.options), plan_and_saved=nothing_saved(*other_both))))
+    plan, saved = nothing_saved(*both)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = hopper_backward(plan, case.tensors, case.options, saved, case.dy, want_all(case), None)
+    mine, theirs = named(case.tensors), named(other.tensors)
+    for a, b in [*zip(plan.tensors(), other_both[0].tensors()), (case.dy, other.dy), *((mine[name], theirs[name]) for name in mine if mine[name] is not None)]:
+        a.copy_(b)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not differing(expected, named(grads))
+
+
+def test_recompute_in_the_layer():
+    """mok.moe: y and all gradients have the same bits, and what is kept between the passes is the plan alone."""
+    import mok
+    from mok.plan import RoutingPlan
+
+    case = gpu_case(2000, 256, 512, 8, 2, biases=True, shared=((336, True),))
+    t, results, kept = case.tensors, [], []
+    for recompute in (None, "z", None, "z"):
+        leaves = [v.clone().requires_grad_() for v in (t.x, t.topk_weights, t.w_gate_up, t.w_down, t.b_gate_up, t.b_down)]
+        shared = [mok.SharedExpert(*(v.clone().requires_grad_() for v in (s.w_gate_up, s.w_down, s.gate_weight))) for s in t.shared]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        y = mok.moe(leaves[0], case.topk_ids, *leaves[1:], shared=shared, recompute=recompute)
+        kept.append(torch.cuda.memory_stats()["requested_bytes.all.current"] - before - y.numel() * y.element_size())
+        y.backward(case.dy)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves), *(v.grad for s in shared for v in (s.w_gate_up, s.w_down, s.gate_weight))])
+    assert all(same_bits(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    rows = RoutingPlan.build(case.topk_ids.cpu(), 8).num_rows
+    assert kept[2] - kept[3] == 2 * (rows * 2 * 512 + 2000 * 2 * 336), kept

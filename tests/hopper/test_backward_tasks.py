@@ -7,7 +7,7 @@ import random
 import pytest
 from order_support import load, segments_of
 
-DH, DX, DW_UP, DW_DOWN = range(4)
+Z, DH, DX, DW_UP, DW_DOWN = range(-1, 4)
 tasks = load("tasks.py", "backward_tasks.py")
 
 ALL = 0b1111
@@ -23,22 +23,22 @@ WANTS = {"all": ALL, "dx": 1, "d_topk_weights": 2, "dw_gate_up": 4, "dw_down": 8
          "all of both shared experts": ALL | 0b111111 << 8, "one shared dw_down": 2 << 8}
 
 
-def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0, ahead=1):
-    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, ahead)
+def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0, ahead=1, recompute=False):
+    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, ahead, recompute)
 
 
-def sequence(s, first=0, step=1, segments=None, ahead=1):
+def sequence(s, first=0, step=1, segments=None, ahead=1, recompute=False):
     """Tasks first, first + step, ... as (kind, slot, tile, column, expert). segments: where experts begin, for aligned groups."""
     found = []
     align = segments is not None
-    phase, index = tasks.seek(s, segments, 0, first, align, ahead)
+    phase, index = tasks.seek(s, segments, 0, first, align, ahead, recompute)
     while phase < s.num_phases:
-        found.append(tasks.locate(s, segments, phase, index, align, ahead))
-        phase, index = tasks.seek(s, segments, phase, index + step, align, ahead)
+        found.append(tasks.locate(s, segments, phase, index, align, ahead, recompute))
+        phase, index = tasks.seek(s, segments, phase, index + step, align, ahead, recompute)
     return found
 
 
-def expected_tasks(s, num_experts):
+def expected_tasks(s, num_experts, recompute=False):
     """The same tasks from the definition of each kind, in no order. expert is -1 where the plan's tile_to_expert says it."""
     def tiles(width, tile):
         return -(-width // tile)
@@ -53,6 +53,7 @@ def expected_tasks(s, num_experts):
         up, down = (bit(2), bit(3)) if slot < 0 else (bit(8 + 3 * slot), bit(9 + 3 * slot))
         dh = routed_dh if slot < 0 else bit(0) or up or down or bit(10 + 3 * slot)
         rows = s.num_tiles if slot < 0 else tiles(s.T, 128)
+        result |= {(Z, slot, m, n, -1) for m in range(rows) for n in range(tiles(width, 128)) if dh and recompute}
         result |= {(DH, slot, m, n, -1) for m in range(rows) for n in range(tiles(width, 256)) if dh}
         result |= {(DX, slot, m, n, -1) for m in range(rows) for n in range(tiles(s.H, 256)) if bit(0)}
         for e in range(num_experts) if slot < 0 else [-1]:
@@ -68,18 +69,20 @@ def identity(task):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wants", WANTS)
-def test_every_wanted_tile_once(size, wants):
-    s = schedule(**SIZES[size], wants=WANTS[wants])
-    order = [identity(task) for task in sequence(s)]
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_wanted_tile_once(size, wants, recompute):
+    s = schedule(**SIZES[size], wants=WANTS[wants], recompute=recompute)
+    order = [identity(task) for task in sequence(s, recompute=recompute)]
     assert len(order) == len(set(order))
-    assert set(order) == expected_tasks(s, SIZES[size]["num_experts"])
+    assert set(order) == expected_tasks(s, SIZES[size]["num_experts"], recompute)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tickets_share_the_sequence(size):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tickets_share_the_sequence(size, recompute):
     """CTAs take tasks by ticket and walk from one to the next: whoever takes a ticket finds the task of that place."""
-    s = schedule(**SIZES[size], wants=ALL)
-    whole = sequence(s)
+    s = schedule(**SIZES[size], wants=ALL, recompute=recompute)
+    whole = sequence(s, recompute=recompute)
     generator = random.Random(0)
     for ctas in (1, 7, 132):
         held: dict[int, tuple[int, int, int]] = {}
@@ -87,20 +90,28 @@ def test_tickets_share_the_sequence(size):
         for ticket in range(len(whole)):
             cta = generator.randrange(ctas)
             before, phase, index = held.get(cta, (0, 0, 0))
-            held[cta] = ticket, *tasks.seek(s, None, phase, index + ticket - before, False, 1)
-            found.append(tasks.locate(s, None, *held[cta][1:], False, 1))
+            held[cta] = ticket, *tasks.seek(s, None, phase, index + ticket - before, False, 1, recompute)
+            found.append(tasks.locate(s, None, *held[cta][1:], False, 1, recompute))
         assert found == whole
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wants", WANTS)
-def test_inputs_come_first_and_counts_are_exact(size, wants):
-    """What the kernel waits for: dh_columns of a row tile before its DX, all DH tasks before a weight gradient, and the two totals."""
-    s = schedule(**SIZES[size], wants=WANTS[wants])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_inputs_come_first_and_counts_are_exact(size, wants, recompute):
+    """What the kernel waits for: z_columns of a row tile before its DH, dh_columns before its DX, all DH tasks before a weight gradient, and the totals.
+
+    A wait for tasks that stand earlier in the sequence is for CTAs that took theirs earlier, so it ends.
+    """
+    s = schedule(**SIZES[size], wants=WANTS[wants], recompute=recompute)
     done: dict[tuple[int, int], int] = {}
+    z_done: dict[tuple[int, int], int] = {}
     dh = dx = 0
-    for kind, slot, tile, _, _ in sequence(s):
-        if kind == DH:
+    for kind, slot, tile, _, _ in sequence(s, recompute=recompute):
+        if kind == Z:
+            z_done[slot, tile] = z_done.get((slot, tile), 0) + 1
+        elif kind == DH:
+            assert z_done.get((slot, tile), 0) == (tasks.z_columns(s, slot) if recompute else 0), "a DH task before its z"
             done[slot, tile] = done.get((slot, tile), 0) + 1
             dh += 1
         elif kind == DX:
@@ -109,21 +120,27 @@ def test_inputs_come_first_and_counts_are_exact(size, wants):
         else:
             assert dh == tasks.all_dh_tasks(s), "a weight gradient before the last DH task"
     assert dh == tasks.all_dh_tasks(s) and dx == tasks.all_dx_tasks(s)
+    assert sum(z_done.values()) == (tasks.all_z_tasks(s) if recompute else 0)
 
 
 @pytest.mark.parametrize("tiles_of_expert", [(16,) * 8, (3, 0, 40, 1, 1, 17, 5, 0, 2), (1,), (100, 1), (2,) * 50])
 @pytest.mark.parametrize("group", [1, 4, 16, 37])
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_aligned_groups_and_groups_ahead(tiles_of_expert, group, ahead):
+@pytest.mark.parametrize(("ahead", "recompute"), [(1, False), (2, False), (3, False), (1, True), (2, True)])
+def test_aligned_groups_and_groups_ahead(tiles_of_expert, group, ahead, recompute):
     """The same tasks in another order, inputs first; a group ends with an expert wherever one ends within half a group."""
     tiles, experts = sum(tiles_of_expert), len(tiles_of_expert)
-    s = schedule(H=512, I=320, T=700, num_tiles=tiles, num_experts=experts, group_tiles=group, wants=ALL, num_shared=1, I_0=272, ahead=ahead)
+    s = schedule(H=512, I=320, T=700, num_tiles=tiles, num_experts=experts, group_tiles=group, wants=ALL, num_shared=1, I_0=272, ahead=ahead,
+                 recompute=recompute)
     segments = segments_of(tiles_of_expert)
-    order = sequence(s, segments=segments, ahead=ahead)
-    assert sorted(map(identity, order)) == sorted(expected_tasks(s, experts)) and len(order) == len(set(map(identity, order)))
+    order = sequence(s, segments=segments, ahead=ahead, recompute=recompute)
+    assert sorted(map(identity, order)) == sorted(expected_tasks(s, experts, recompute)) and len(order) == len(set(map(identity, order)))
     done: dict[tuple[int, int], int] = {}
+    z_done: dict[tuple[int, int], int] = {}
     for kind, slot, tile, _, _ in order:
-        if kind == DH:
+        if kind == Z:
+            z_done[slot, tile] = z_done.get((slot, tile), 0) + 1
+        elif kind == DH:
+            assert z_done.get((slot, tile), 0) == recompute * tasks.z_columns(s, slot)
             done[slot, tile] = done.get((slot, tile), 0) + 1
         elif kind == DX:
             assert done[slot, tile] == tasks.dh_columns(s, slot)
@@ -143,8 +160,11 @@ def test_counters_do_not_collide():
 def test_worked_example():
     """The example of the file's docstring."""
     s = schedule(H=256, I=256, T=300, num_tiles=3, num_experts=1, group_tiles=2, wants=1)
-    names = {DH: "DH", DX: "DX"}
+    names = {Z: "Z", DH: "DH", DX: "DX"}
     assert [f"{names[kind]} {tile}" for kind, _, tile, _, _ in sequence(s)] == ["DH 0", "DH 1", "DH 2", "DX 0", "DX 1", "DX 2"]
+    again = schedule(H=256, I=128, T=300, num_tiles=3, num_experts=1, group_tiles=2, wants=1, recompute=True)
+    assert [f"{names[kind]} {tile}" for kind, _, tile, _, _ in sequence(again, recompute=True)] == ["Z 0", "Z 1", "Z 2", "DH 0", "DH 1", "DH 2",
+                                                                                                   "DX 0", "DX 1", "DX 2"]
 
 
 def test_all_of_dw_up_comes_before_dw_down():

@@ -143,8 +143,8 @@ def test_another_pass_and_too_many_tokens_end_all_ranks():
     groups, streams = fresh()
     with pytest.raises(ValueError, match="max_tokens=300"):
         groups[0].build_plan(torch.zeros(301, K, dtype=torch.int64, device="cuda"), 3, "long")
-    assert torch.isnan(_late(groups, streams, parts, case.options, 1)).all()
-    with pytest.raises(FabricError, match="rank 0 gave up: its host could not launch"):
+    with pytest.raises(FabricError, match="rank 0 gave up: its host could not launch"):       # the plan's launch may have seen it before forward is called
+        assert torch.isnan(_late(groups, streams, parts, case.options, 1)).all()
         groups[1].raise_if_dead()
 
 
@@ -188,7 +188,7 @@ def _rank(W: int, cuts: list[int], steps: int, missing: int | None) -> str:
 def test_processes_that_share_the_gpu(W):
     from mok.fabric.mps import PrivateMps
 
-    with PrivateMps(W) as mps, mps.inherited():
+    with PrivateMps() as mps, mps.inherited():
         outcomes = run_mortal_ranks(_rank, W, W, CUTS[W], 4, None, timeout=120)
     assert [result for _, result, _ in outcomes] == ["equal"] * W, outcomes
 
@@ -196,6 +196,6 @@ def test_processes_that_share_the_gpu(W):
 def test_a_process_that_stops_is_named_by_the_others():
     from mok.fabric.mps import PrivateMps
 
-    with PrivateMps(2) as mps, mps.inherited():
+    with PrivateMps() as mps, mps.inherited():
         outcomes = run_mortal_ranks(_rank, 2, 2, CUTS[2], 2, 1, timeout=120)
     assert [result for _, result, _ in outcomes] == ["timeout (1,)", "stopped"], outcomes

@@ -111,13 +111,21 @@ def test_sizes_that_differ_raise_and_missing_gpus_are_said_once(capsys):
     assert "rank 0: no CUDA device; rank 1: no driver" in capsys.readouterr().err
 
 
-def test_a_share_set_by_mps_is_not_divided_again(monkeypatch):
+@pytest.mark.parametrize("devices, share, fused", [("same", True, False), ("same", False, True), ("another", True, True)])
+def test_ranks_that_share_a_device_under_an_mps_share_do_not_launch_together(monkeypatch, capsys, devices, share, fused):
+    """Shares of MPS overlap: launches that fill them might wait for ever for one another. One rank a device may have one."""
     class Properties:
-        multi_processor_count = 33
+        multi_processor_count, uuid = 33, "u"
 
     monkeypatch.setattr(expert_parallel.torch.cuda, "get_device_properties", lambda device: Properties)
-    assert expert_parallel.resident_share(torch.device("cuda"), 4, True) == 33
-    assert expert_parallel.resident_share(torch.device("cuda"), 4, False) == 8
+    monkeypatch.setattr(expert_parallel_group, "_cannot_fuse", lambda *_: None)
+    monkeypatch.setattr(expert_parallel_group, "_build", lambda fabric, sizes, device, timeout_s, sharing: sharing)
+    monkeypatch.delenv(expert_parallel_group.MPS_SHARE, raising=False)
+    other = {} if devices == "same" else {"device": "elsewhere"}
+    made = expert_parallel_group.make_fused_group(Fabric(share=share, **other), SIZES, "cuda:0", 1.0)
+    assert made == ((2 if devices == "same" else 1) if fused else None)
+    assert ("is set on ranks [1], which share a device" in capsys.readouterr().err) is not fused
+    assert expert_parallel.resident_share(torch.device("cuda"), 4) == 8
 
 
 class Fused:

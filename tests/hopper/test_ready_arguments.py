@@ -67,7 +67,8 @@ def forward_arguments(case, save=True):
     sizes = launch.scratch_sizes(T, H, I, plan.num_rows, widths, grain)
     scratch = torch.empty(sizes.bytes // 2, dtype=t.x.dtype)
     options = replace(case.options, save_for_backward=save)
-    return launch._arguments_on_one_rank(plan, t, options, out, z, shared_z, scratch, sizes, grain, launch.ForwardConfig(save))
+    key = launch._key(plan, t, options, out, z, shared_z, scratch, (None, None, None))
+    return launch._arguments_on_one_rank(plan, t, options, out, z, shared_z, scratch, sizes, grain, key)
 
 
 def problem(seed=0, **settings):
@@ -155,7 +156,9 @@ def test_backward_lists_are_those_made_anew(case, monkeypatch, _states, into_mai
         wants = wants or case.wants
         grads = grads_memory.setdefault(wants, None) or backward_launch._empty_grads(tensors, wants, main_grad)
         grads_memory[wants] = grads
-        return backward_launch._launch_arguments(case.plan, tensors, options, saved, dy, wants, main_grad, grads, 16, backward_launch.BackwardConfig(0))
+        buffers = backward_launch._buffers(case.plan, tensors, wants, False)
+        key = backward_launch._key(case.plan, tensors, options, saved, dy, wants, main_grad, grads, (None, None, None), buffers)
+        return backward_launch._launch_arguments(case.plan, tensors, options, saved, dy, wants, main_grad, grads, 16, buffers, key)
 
     varying = (backward_launch._STATE, backward_launch._SET_WORDS)
 

@@ -24,12 +24,13 @@ def test_a_gpu_each_where_there_are_as_many_else_neighbours_share(device, ranks,
     placements = [place(torch.device(device), rank, ranks, gpus) for rank in range(ranks)]
     assert [placement.device for placement in placements] == [torch.device("cuda", index) for index in indices]
     assert {placement.sharing for placement in placements} == {sharing} == {max(map(indices.count, indices))}
+    assert {(placement.ranks, placement.gpus) for placement in placements} == {(ranks, len(set(indices)))}
 
 
 def test_nccl_is_for_a_gpu_each_alone():
     assert place(CUDA, 0, 2, 2).backend == "cpu:gloo,cuda:nccl"
     assert place(CUDA, 0, 2, 1).backend == "gloo"
-    assert place(torch.device("cpu"), 0, 2, 8) == Placement(torch.device("cpu")) and place(torch.device("cpu"), 1, 2, 0).backend == "gloo"
+    assert place(torch.device("cpu"), 0, 2, 8) == Placement(torch.device("cpu"), 2) and place(torch.device("cpu"), 1, 2, 0).backend == "gloo"
 
 
 class _Group:
@@ -42,7 +43,7 @@ class _Group:
 def test_layers_get_a_group_of_their_sizes_where_launches_can_meet(monkeypatch):
     """Kernels that wait for one another must run at once: on a shared GPU without MPS they do not."""
     monkeypatch.setattr(lm_ranks, "ExpertGroup", _Group)
-    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     sizes = {"num_experts": 8, "max_tokens": 512, "hidden_size": 256, "top_k": 2}
     group, here = _Group(), torch.device("cuda", 0)
 
@@ -54,6 +55,6 @@ def test_layers_get_a_group_of_their_sizes_where_launches_can_meet(monkeypatch):
     assert chosen(None) is group and chosen(place(torch.device("cpu"), 0, 2, 0)) is group
     assert chosen(place(CUDA, 0, 2, 2), torch.device("cpu")) is group
     assert chosen(place(CUDA, 0, 2, 1)) is group
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/pipe")
     assert chosen(place(CUDA, 0, 2, 1)) is not group
     assert Ranks(None, place(CUDA, 0, 1, 1)).expert_group(here, **sizes) is None

@@ -44,7 +44,7 @@ def test_two_ranks_train_as_one_does_twice_the_same_and_continue_to_the_bit(tmp_
     audits = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     first, said = train(tmp_path / "a", device, 2, "--steps", "6", "--save-every", "3", "--audit", str(audits[0]))
     second, _ = train(tmp_path / "b", device, 2, "--steps", "6", "--save-every", "3", "--audit", str(audits[1]))
-    assert first["ranks"] == 2 and first["mfu"]["ranks_on_gpu"] == (2 if device == "cuda:0" else 1) and first["mfu"]["of_measured_roof"] > 0
+    assert first["ranks"] == 2 and first["mfu"]["gpus"] == (1 if device == "cuda:0" else 2) and first["mfu"]["of_measured_roof"] > 0
     assert "expert parallelism runs over the process group" not in said, said
     alone, together = losses(tmp_path / "one"), losses(tmp_path / "a")
     assert len(alone) == len(set(alone)) == 6 and together == pytest.approx(alone, rel=2e-3)

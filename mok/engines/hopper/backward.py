@@ -6,8 +6,8 @@
 Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows of the plan, G row tiles of a group. BF16, fp32 accumulation.
 Limits: `limits.unsupported_reason`. Task order: backward_tasks.py. Roles, flags and fences: docs/kernels-backward.md.
 
-Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) = 4. Everything else, the wanted gradients
-included, is a run-time value.
+Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) x RECOMPUTE (z saved by forward, or made anew
+here: z = x[token] @ w_gate_up[e].T + b) = 8. Everything else, the wanted gradients included, is a run-time value.
 """
 from dataclasses import dataclass
 
@@ -18,9 +18,38 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .backward_consume import consume
 from .backward_load import producer
 from .backward_move import Source, Sums, mover
-from .backward_pipe import CHUNK, DH_DONE, DX_DONE, FINISHED, NUM_STAGES, QUEUE, REGLU, WAIT_AUDIT, WAIT_START, BackwardFlags, BackwardPipe, Out, Rows, Tasks
+from .backward_pipe import (
+    CHUNK,
+    DH_DONE,
+    DX_DONE,
+    FINISHED,
+    NUM_STAGES,
+    QUEUE,
+    REGLU,
+    WAIT_AUDIT,
+    WAIT_START,
+    BackwardFlags,
+    BackwardPipe,
+    Out,
+    Rows,
+    Tasks,
+    z_done,
+)
 from .backward_store import storer
-from .backward_tasks import TILE_N, WANT_BIAS_DOWN, WANT_BIAS_UP, WANT_DOWN, WANT_TOPK, WANT_UP, WANT_X, all_dh_tasks, all_dx_tasks, make_schedule, shared_wants
+from .backward_tasks import (
+    TILE_N,
+    WANT_BIAS_DOWN,
+    WANT_BIAS_UP,
+    WANT_DOWN,
+    WANT_TOPK,
+    WANT_UP,
+    WANT_X,
+    all_dh_tasks,
+    all_dx_tasks,
+    all_z_tasks,
+    make_schedule,
+    shared_wants,
+)
 from .compat import reinterpret, thread_barrier
 from .gemm import SET_HEADER
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
@@ -31,8 +60,9 @@ POISON_PIECE = gl.constexpr(65536)
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What selects a binary. All but `act` is fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps.
+    """What selects a binary. All but `act` and `recompute` is fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps.
 
+    recompute: z is made anew inside the launch, in scratch, instead of read from what forward saved.
     align: groups of row tiles end where experts end; ahead: groups between a DH task and the DX tasks that read its dz.
     """
     act: int
@@ -41,6 +71,7 @@ class BackwardConfig:
     align: bool = False
     ahead: int = 1
     debug: int = 0
+    recompute: bool = False
     omit: int = 0                 # sum of 1: no copy of dy, 2: no copy of x, 4: no sums, 8: no arithmetic in the DH epilogue; for the breakdown only
 
     def __post_init__(self) -> None:
@@ -53,7 +84,7 @@ class BackwardConfig:
 
     def constexprs(self) -> dict[str, int]:
         return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows,
-                "ALIGN": int(self.align), "AHEAD": self.ahead, "DEBUG": self.debug, "OMIT": self.omit,
+                "ALIGN": int(self.align), "AHEAD": self.ahead, "RECOMPUTE": int(self.recompute), "DEBUG": self.debug, "OMIT": self.omit,
                 "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 200, "HELPER_REGISTERS": 104}
 
 
@@ -63,6 +94,7 @@ INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "nu
 GATED = gl.constexpr(3)
 HAS_B_DOWN = gl.constexpr(4)
 INTO_MAIN_GRAD = gl.constexpr(8)
+HAS_B_UP = gl.constexpr(16)
 
 
 @gluon.jit
@@ -89,7 +121,7 @@ def _begin_launch(state, set_words):
 
 
 @gluon.jit
-def _audit(s, totals, state):
+def _audit(s, flags, totals, state, RECOMPUTE: gl.constexpr):
     """The last CTA to finish checks that exactly the tasks that roles waited for were published; a mismatch is reported as a time-out is (rule 8)."""
     finished = gl.atomic_add(totals + FINISHED, 1, sem="acq_rel", scope="gpu")
     if finished == gl.num_programs(0) - 1:
@@ -98,6 +130,10 @@ def _audit(s, totals, state):
             report_timeout(state, WAIT_AUDIT, finished, all_dh_tasks(s), dh)
         elif dx != all_dx_tasks(s):
             report_timeout(state, WAIT_AUDIT, finished, all_dx_tasks(s), dx)
+        if RECOMPUTE:
+            z = load_acquire(z_done(s, flags))
+            if z != all_z_tasks(s):
+                report_timeout(state, WAIT_AUDIT, finished, all_z_tasks(s), z)
 
 
 @gluon.jit(do_not_specialize=[*INTEGERS, "limit"])
@@ -108,9 +144,10 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      d_gate_1, d_up, d_down, d_shared_up_0, d_shared_down_0, d_shared_up_1, d_shared_down_1, gates, gate_slopes, partials,
                      topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
-                     capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit,
-                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr,
-                     OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
+                     capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit, b_up,
+                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
+                     RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr, OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                     HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     a = gl.allocate_shared_memory(gl.bfloat16, [2 * NUM_STAGES, CHUNK, CHUNK], CHUNKS)
@@ -139,29 +176,36 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
 
     # Multiplied up again here, so that the compiler knows that rows start at multiples of 16 bytes without specialising on the sizes.
     H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
-    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, AHEAD)
-    # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts
+    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, AHEAD, RECOMPUTE)
+    # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts; before those,
+    # with RECOMPUTE, z_done and z_ready, one word more than there are of dh_ready
     totals = _begin_launch(state, set_words)
     first = totals + SET_HEADER
     gates_ready = first + 2 * capacity + num_shared * s.token_tiles
-    flags = BackwardFlags(totals, first, first + capacity, gates_ready, gates_ready + s.token_tiles, state, capacity)
+    x_ready = gates_ready + s.token_tiles
+    if RECOMPUTE:
+        x_ready += 1 + capacity + num_shared * s.token_tiles
+    flags = BackwardFlags(totals, first, first + capacity, gates_ready, x_ready, state, capacity)
     rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, topk_weights, gates, features & GATED, partials, main_up, main_down,
                 features & INTO_MAIN_GRAD, activation, limit)
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
              d_gate_1, gate_slopes, K, E)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
+    bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
+    recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()
     gl.warp_specialize([
-        (consume, (s, rows, flags, pipe, tasks, out_0, 0, ACT, STAGGER, OMIT, DEBUG)),
-        (consume, (s, rows, flags, pipe, tasks, out_1, 1, ACT, STAGGER, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_0, bias_up, 0, ACT, STAGGER, RECOMPUTE, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, 1, ACT, STAGGER, RECOMPUTE, OMIT, DEBUG)),
         (producer, (s, rows, flags, pipe, tasks, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
-                    (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), ALIGN, AHEAD, DEBUG)),
+                    (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), ALIGN, AHEAD, RECOMPUTE, DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
-                  shared_results_row, DEBUG)),
-        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, OMIT, DEBUG)),
+                  shared_results_row, recomputed, RECOMPUTE, DEBUG)),
+        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, RECOMPUTE, OMIT,
+                 DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
-    _audit(s, totals, state)
+    _audit(s, flags, totals, state, RECOMPUTE)
     if load_acquire(state + CONTROL_ABORT) != 0:
         # Rule 8: after a time-out no output may look like a result. Whoever sees the flag helps, once nobody writes results any more.
         _all_finished(totals, state)

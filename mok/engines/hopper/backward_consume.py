@@ -22,12 +22,14 @@ from .backward_tasks import (
     DH,
     DW_UP,
     DX,
+    HALF_N,
     TILE_M,
     TILE_N,
+    Z,
     own,
 )
-from .compat import thread_barrier
-from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, activate
+from .compat import reinterpret, thread_barrier
+from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
 from .sync import fresh, nap
 
 
@@ -112,15 +114,21 @@ def _whole(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """k-steps begin..end-1 of a task: one step stays in flight while the stage of the one before it is given back."""
+def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.constexpr, K_MAJOR: gl.constexpr):
+    """k-steps begin..end-1 of a task. TRANSPOSED: A is stored with its rows contiguous; K_MAJOR: B with k contiguous, as 256 rows of 64.
+
+    One step stays in flight while the stage of the one before it is given back.
+    """
     for k in range(begin, end):
         stage = stage_of(it)
         mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
         a = pipe.a.index(2 * stage + WG)
         if TRANSPOSED:
             a = a.permute((1, 0))
-        acc = warpgroup_mma(a, pipe.b.index(stage), acc, is_async=True)
+        b = pipe.b.index(stage)
+        if K_MAJOR:
+            b = reinterpret(b, gl.bfloat16, [TILE_N, CHUNK], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)).permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(pipe.load_empty.index(stage_of(it + NUM_STAGES - 1)), pred=k > 0)
         it += 1
@@ -128,19 +136,28 @@ def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.conste
 
 
 @gluon.jit
-def _multiply_all(pipe, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr):
+def _multiply_all(pipe, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr, K_MAJOR: gl.constexpr):
     """All k-steps of a task, as four 64 x 64 quarters of its result; consumer 0 tells consumer 1 when it may start."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
-    if STAGGER > 0 and WG == 0:
+    if K_MAJOR:
+        # As forward begins: its first multiplication has no accumulator, and whether a sum of -0 keeps its sign could depend on that.
+        acc, it = _multiply(pipe, acc, it, 0, 1, WG, TRANSPOSED, K_MAJOR)
+        first = gl.minimum(steps, gl.maximum(STAGGER, 1))
+        if STAGGER > 1:
+            acc, it = _multiply(pipe, acc, it, 1, first, WG, TRANSPOSED, K_MAJOR)
+        if STAGGER > 0 and WG == 0:
+            mbarrier.arrive(pipe.lead.index(0), pred=staggered)
+        acc, it = _multiply(pipe, acc, it, first, steps, WG, TRANSPOSED, K_MAJOR)
+    elif STAGGER > 0 and WG == 0:
         first = gl.minimum(steps, STAGGER)
-        acc, it = _multiply(pipe, acc, it, 0, first, WG, TRANSPOSED)
+        acc, it = _multiply(pipe, acc, it, 0, first, WG, TRANSPOSED, K_MAJOR)
         mbarrier.arrive(pipe.lead.index(0), pred=staggered)
-        acc, it = _multiply(pipe, acc, it, first, steps, WG, TRANSPOSED)
+        acc, it = _multiply(pipe, acc, it, first, steps, WG, TRANSPOSED, K_MAJOR)
     else:
-        acc, it = _multiply(pipe, acc, it, 0, steps, WG, TRANSPOSED)
+        acc, it = _multiply(pipe, acc, it, 0, steps, WG, TRANSPOSED, K_MAJOR)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     mbarrier.arrive(pipe.load_empty.index(stage_of(it + NUM_STAGES - 1)), pred=steps > 0)
     left, right = _halves(acc, CHUNK, TILE_N, HALF)
@@ -188,11 +205,13 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
                  OMIT: gl.constexpr):
     """The four z-steps of a DH task and its partials of d_topk_weights (of the gate's gradient, for a shared expert)."""
     q0, q1, q2, q3 = quarters
+    # Also for a task without k-steps: what the producer acquired before it loaded the first stage (gates, pulled weights) is there only now.
+    mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     valid = route >= 0
     weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
     if slot >= 0:
-        # the movers' gates: the producer acquired their counter before it announced this task's first stage
+        # the movers' gates: the producer acquired their counter before it loaded this task's first stage
         valid = row < s.T
         weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
         if ((rows.gated >> slot) & 1) != 0:
@@ -231,10 +250,26 @@ def _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG: gl.constexpr):
 
 
 @gluon.jit
-def consume(s, rows, flags, pipe, tasks, out, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT: gl.constexpr):
+    """The four quarters of a Z task, gate, gate, up, up, with the routed expert's bias, as forward adds it: in fp32, before the one rounding."""
+    q0, q1, q2, q3 = quarters
+    if (has_bias_up != 0) & (slot < 0):
+        bias = bias_up + expert.to(gl.int64) * (2 * s.I)
+        at = column * HALF_N
+        q0 = _with_bias(q0, bias, at, s.I, LAYOUT)
+        q1 = _with_bias(q1, bias, at + CHUNK, s.I, LAYOUT)
+        q2 = _with_bias(q2, bias + s.I, at, s.I, LAYOUT)
+        q3 = _with_bias(q3, bias + s.I, at + CHUNK, s.I, LAYOUT)
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, RECOMPUTE: gl.constexpr,
+            OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
+    bias_up = (b_gate_up, whether there is one), with RECOMPUTE.
     """
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     s = own(s)
@@ -244,7 +279,7 @@ def consume(s, rows, flags, pipe, tasks, out, WG: gl.constexpr, ACT: gl.constexp
     count = it
     bits, tile, steps, expert = pop_task(tasks, count, 4)
     while (bits & TASK_END) == 0:
-        kind, slot, column = unpack(bits)
+        kind, slot, column = unpack(bits, RECOMPUTE)
         route = _routes(rows, slot, tile, kind == DH, QUARTER, WG)
         nap(tile + column + WG * 7, DEBUG)
         # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
@@ -256,17 +291,21 @@ def consume(s, rows, flags, pipe, tasks, out, WG: gl.constexpr, ACT: gl.constexp
         if WG == 1:
             idle = (bits & TASK_IDLE) != 0
         if idle:
-            it, handed = _pass_through(pipe, out, kind, steps, it, handed)
+            it, handed = _pass_through(pipe, out, kind, steps, it, handed, RECOMPUTE)
+        elif RECOMPUTE and kind == Z:
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False, True)
+            q0, q1, q2, q3 = _add_bias_up(s, (q0, q1, q2, q3), bias_up[0], bias_up[1], slot, column, expert, QUARTER)
+            it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
         elif kind <= DX:
-            # The two branches share no code on purpose: accumulators that meet behind a branch make ptxas wait after every single wgmma
+            # The branches share no code on purpose: accumulators that meet behind a branch make ptxas wait after every single wgmma
             # (its message C7515; measured 0.58 of the roof instead of 0.8).
-            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False)
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False, False)
             if kind == DH:
                 it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, OMIT)
             else:
                 it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
         else:
-            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True)
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True, False)
             if (slot < 0) & (rows.into_main_grad != 0):
                 if steps > 0:
                     _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
@@ -277,7 +316,7 @@ def consume(s, rows, flags, pipe, tasks, out, WG: gl.constexpr, ACT: gl.constexp
 
 
 @gluon.jit
-def _pass_through(pipe, out, kind, steps, it, handed):
+def _pass_through(pipe, out, kind, steps, it, handed, RECOMPUTE: gl.constexpr):
     """An idle consumer's part in a task: every barrier, nothing else. A waiter that skipped a phase would mistake the next one for it."""
     for _ in range(steps):
         stage = stage_of(it)
@@ -289,7 +328,10 @@ def _pass_through(pipe, out, kind, steps, it, handed):
         mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
         mbarrier.arrive(pipe.z_done.index(stage))
         it += 1
-    if kind == DX:
+    stores = kind == DX
+    if RECOMPUTE:
+        stores = stores | (kind == Z)
+    if stores:
         mbarrier.wait(out.empty, (handed & 1) ^ 1)
         mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
         mbarrier.arrive(out.full)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,7 @@ from ...plan import RoutingPlan
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import ready_arguments
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
-from .compat import COMPILE_OPTIONS
+from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
 from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
 from .state import CONTROL_WORDS, launch_state
 
@@ -29,7 +29,7 @@ _RANKS = {"up_desc": 4, "up_grad_desc": 4,
           **dict.fromkeys(("z_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0", "shared_up_grad_0",
                            "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
 _FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights")
-_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
+_BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_up", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
          "d_up", "d_down", "d_shared_up_0", "d_shared_down_0", "d_shared_up_1", "d_shared_down_1")
 _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
@@ -42,7 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. With recompute z (R, 2I) and shared_z
+    (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -53,15 +54,22 @@ class BackwardScratch:
     shared_wh: int
     partials: int
     gates: int
+    z: int = 0
+    shared_z: int = 0
 
     @property
     def narrow(self) -> int:
         """Elements of all bf16 buffers together."""
-        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh
+        return self.dy_rows + self.x_rows + self.dz + self.wh + self.results + self.shared_dz + self.shared_wh + self.z + self.shared_z
+
+    @property
+    def wide(self) -> int:
+        """Elements of all fp32 buffers together."""
+        return self.partials + 2 * self.gates
 
     @property
     def bytes(self) -> int:
-        return 2 * self.narrow + 4 * (self.partials + 2 * self.gates)
+        return 2 * self.narrow + 4 * self.wide
 
 
 def want_bits(wants: Wants) -> int:
@@ -72,23 +80,26 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
+    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
         dy_rows=rows * H if product or wants.w_down else 0,
-        x_rows=rows * H if wants.w_gate_up else 0,
+        x_rows=rows * H if wants.w_gate_up or z_again else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
         results=(rows + count * token_rows) * H if wants.x else 0,
         shared_dz=count * token_rows * 2 * widest if shared_product else 0,
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
-        gates=count * token_rows)
+        gates=count * token_rows,
+        z=rows * 2 * I if z_again else 0,
+        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -98,23 +109,31 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
     `config`, `group_tiles` (row tiles that go from dh to dx together), `reserve_sms`: for tests and tuning; none changes a bit.
     Raises ValueError where reserve_sms leaves no multiprocessor.
     """
-    grads = _empty_grads(tensors, wants, main_grad)
-    if tensors.x.shape[0] == 0:
-        return _zeroed(grads)
-    if want_bits(wants) == 0:
-        return grads
-    config = config or BackwardConfig(VARIANTS[_variant(options)])
-    if reserve_sms is None:
-        reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-    if group_tiles is None:
-        asked = options.overlap.minibatch_rows if options.overlap else None
-        group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
-    with torch.cuda.device(tensors.x.device):
-        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, config)
+    with on_device(tensors.x):
+        grads = _empty_grads(tensors, wants, main_grad)
+        if tensors.x.shape[0] == 0:
+            return _zeroed(grads)
+        if _nothing_wanted(wants):
+            return grads
+        if reserve_sms is None:
+            reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
+        recompute = options.recompute is not None
+        buffers = _buffers(plan, tensors, wants, recompute)
+        key = _key(plan, tensors, options, saved, dy, wants, main_grad, grads, (config, group_tiles, options.overlap), buffers)
+        found = ready_arguments.find_launch(key)
+        if found is not None and reserve_sms < found[1]:
+            state = _launch_state(plan, tensors, recompute)
+            found[0](found[1] - reserve_sms, current_stream(tensors.x.device.index), state.data_ptr(), _set_words(state))
+            return grads
+        config = config or BackwardConfig(VARIANTS[_variant(options)], recompute=recompute)
+        if group_tiles is None:
+            asked = options.overlap.minibatch_rows if options.overlap else None
+            group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
+        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, buffers, key)
         blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
-        launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments)
+        launch_kernel(_backward_kernel, config, tensors.x.device.index, blocks - reserve_sms, arguments, key, (_STATE, _SET_WORDS), blocks)
     return grads
 
 
@@ -136,7 +155,7 @@ def _variant(options: PassOptions) -> str:
 def _empty_grads(tensors: MoETensors, wants: Wants, main_grad: MainGrad | None) -> Grads:
     """Memory for the wanted gradients; the kernel writes every element of it."""
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
+        return new_empty(tensor, tensor.shape, tensor.dtype) if wanted and tensor is not None else None
 
     into_main = main_grad is not None
     shared = [(like(expert.w_gate_up, up), like(expert.w_down, down), like(expert.gate_weight, gate))
@@ -153,27 +172,63 @@ def _zeroed(grads: Grads) -> Grads:
 
 
 def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                      grads: Grads, group_tiles: int, config: BackwardConfig) -> list[Any]:
-    """Scratch, and the kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    x, shared = tensors.x, tensors.shared
-    T, H = x.shape
-    E, _, I = tensors.w_down.shape
-    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in shared], wants)
-    narrow = torch.empty(sizes.narrow, dtype=x.dtype, device=x.device)
-    wide = torch.empty(sizes.partials + 2 * sizes.gates, dtype=torch.float32, device=x.device)
-    state, _ = launch_state(x.device, -(-(2 * (plan.num_rows // TILE) + (len(shared) + 1) * -(-T // TILE) + E) // 4))
-    touched = (x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, saved.z, saved.shared_z, narrow, wide,
-               *plan.tensors(), *((main_grad.w_gate_up, main_grad.w_down) if main_grad else ()),
-               grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down, *(part for expert in grads.shared for part in expert),
-               *(part for expert in shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
-    key = ready_arguments.key_of((config, group_tiles, options.activation, options.swiglu_limit, wants, main_grad is None, x.device.index), touched)
+                      grads: Grads, group_tiles: int, buffers: tuple[BackwardScratch, Tensor, Tensor], key: Hashable) -> list[Any]:
+    """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
+    state = _launch_state(plan, tensors, options.recompute is not None)
     arguments = ready_arguments.find(key)
     if arguments is None:
-        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, state)
-        ready_arguments.keep(key, arguments, (*touched, state))
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, state, options.recompute is not None)
+        read, own = _touched(plan, tensors, saved, dy, main_grad, grads, buffers)
+        ready_arguments.keep(key, arguments, (*read, *own, state))
     else:
         arguments[_STATE], arguments[_SET_WORDS] = state.data_ptr(), _set_words(state)      # the stream's block, or a captured launch's own
     return arguments
+
+
+def _launch_state(plan: RoutingPlan, tensors: MoETensors, recompute: bool) -> Tensor:
+    row_tiles, token_tiles, count = plan.num_rows // TILE, -(-tensors.x.shape[0] // TILE), len(tensors.shared)
+    tiles = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + ((1 + row_tiles + count * token_tiles) if recompute else 0)
+    return launch_state(tensors.x.device, -(-tiles // 4))[0]
+
+
+def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, recompute: bool) -> tuple[BackwardScratch, Tensor, Tensor]:
+    """The launch's scratch: sizes, bf16 and fp32 memory."""
+    x = tensors.x
+    sizes = _scratch_of(*x.shape, tensors.w_down.shape[2], plan.num_rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants,
+                        recompute)
+    return sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute)
+
+
+@lru_cache(maxsize=4096)
+def _nothing_wanted(wants: Wants) -> bool:
+    return want_bits(wants) == 0
+
+
+def _touched(plan: RoutingPlan, tensors: MoETensors, saved: Saved, dy: Tensor, main_grad: MainGrad | None, grads: Grads,
+             buffers: tuple[BackwardScratch, Tensor, Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """(the caller's tensors, in any layout; contiguous ones whose shapes follow from theirs) that a launch reads or writes."""
+    read = [tensors.x, dy, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down]
+    for expert in tensors.shared:
+        read += (expert.w_gate_up, expert.w_down, expert.gate_weight)
+    own = [saved.z, saved.shared_z, *buffers[1:], *plan.tensors(),
+           grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down, grads.b_gate_up, grads.b_down]
+    for parts in grads.shared:
+        own += parts
+    if main_grad is not None:
+        own += (main_grad.w_gate_up, main_grad.w_down)
+    return read, own
+
+
+def _key(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
+         grads: Grads, settings: Hashable, buffers: tuple[BackwardScratch, Tensor, Tensor]) -> Hashable:
+    """What the kernel's run-time arguments depend on; settings: what chose the variant and the groups."""
+    return ready_arguments.key_of((settings, options.activation, options.swiglu_limit, options.recompute, wants, main_grad is None, tensors.x.device,
+                                   plan.num_rows), *_touched(plan, tensors, saved, dy, main_grad, grads, buffers))
 
 
 def _set_words(state: Tensor) -> int:
@@ -181,7 +236,8 @@ def _set_words(state: Tensor) -> int:
 
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor) -> list[Any]:
+               grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor,
+               recompute: bool) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -190,8 +246,10 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     rows = plan.num_rows
     widths = [expert.w_down.shape[1] for expert in tensors.shared]
     count, token_tiles = len(widths), -(-T // TILE)
-    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh = narrow.split(
-        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh])
+    dy_rows, x_rows, dz, wh, results, shared_dz, shared_wh, z, shared_z = narrow.split(
+        [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
+    if recompute:
+        saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
     partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
@@ -217,6 +275,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
+    has_b_up = tensors.b_gate_up is not None and recompute
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
@@ -230,8 +289,10 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
         "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
-        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0),
-        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit)}
+        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0)
+        | (16 if has_b_up else 0),
+        "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
+        "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 
@@ -306,5 +367,6 @@ def source(config: BackwardConfig) -> GluonASTSource:
 
 
 def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
-    """(name, source, compile options) of every production variant of the backward kernel."""
-    return [(f"backward_{name}", source(BackwardConfig(act)), {"num_warps": 4, **COMPILE_OPTIONS}) for name, act in VARIANTS.items()]
+    """(name, source, compile options) of every production variant of the backward kernel; each is compiled when it is first used."""
+    return [(f"backward_{name}{'_recompute' if recompute else ''}", source(BackwardConfig(act, recompute=recompute)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for recompute in (False, True) for name, act in VARIANTS.items()]

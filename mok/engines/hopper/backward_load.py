@@ -12,10 +12,12 @@ from .backward_pipe import (
     TASK_COLUMN,
     TASK_END,
     TASK_IDLE,
+    TASK_Z,
     WAIT_ALL_DH,
     WAIT_DY,
     WAIT_DZ,
     WAIT_X,
+    WAIT_Z,
     Z_BYTES,
     Z_STEPS,
     has_store_step,
@@ -23,14 +25,17 @@ from .backward_pipe import (
     phase_of,
     push_task,
     stage_of,
+    z_done,
 )
 from .backward_tasks import (
     BLOCK_K,
     DH,
     DW_UP,
     DX,
+    HALF_N,
     TILE_M,
     TILE_N,
+    Z,
     all_dh_tasks,
     counter_of,
     dh_columns,
@@ -38,6 +43,7 @@ from .backward_tasks import (
     own,
     seek,
     width_of,
+    z_columns,
 )
 from .compat import tma_load
 from .gemm import second_half_is_padding, take_task
@@ -61,6 +67,24 @@ def _box(desc, part, row, column, ready, chunk, RANK: gl.constexpr):
         tma_load(desc, [row, column], ready, chunk)
     else:
         tma_load(desc, [part, row, column], ready, chunk.reshape([1, CHUNK, CHUNK]))
+
+
+@gluon.jit
+def _load_up(x_desc, w_desc, expert, row, column, begin, end, pipe, it, RANK_W: gl.constexpr):
+    """k-steps begin..end-1 of Z: A = 128 rows of x, B = 128 rows of w_gate_up's gate half, then the same of its up half, x 64 columns (of H)."""
+    for k in range(begin, end):
+        stage, ready = _stage(pipe, it, STEP_BYTES)
+        for w in gl.static_range(2):
+            _box(x_desc, 0, row + w * CHUNK, k * BLOCK_K, ready, pipe.a.index(2 * stage + w), 2)
+        for j in gl.static_range(4):
+            chunk = pipe.chunks.index(4 * stage + j)
+            at = column * HALF_N + j % 2 * CHUNK
+            if RANK_W == 4:
+                tma_load(w_desc, [expert, j // 2, at, k * BLOCK_K], ready, chunk.reshape([1, 1, CHUNK, CHUNK]))
+            else:
+                tma_load(w_desc, [j // 2, at, k * BLOCK_K], ready, chunk.reshape([1, CHUNK, CHUNK]))
+        it += 1
+    return it
 
 
 @gluon.jit
@@ -122,7 +146,7 @@ def _load_weight(a_desc, b_desc, part, a_row, a_column, b_row, b_column, begin, 
 
 
 @gluon.jit
-def _load_steps(s, pipe, it, place, steps, begin, end, routed, shared_0, shared_1, tokens_desc):
+def _load_steps(s, pipe, it, place, steps, begin, end, routed, shared_0, shared_1, tokens_desc, RECOMPUTE: gl.constexpr):
     """k-steps begin..end-1 of the task at `place` = (kind, slot, tile, column, expert, first row of the expert)."""
     kind, slot, tile, column, expert, first = place
     dy_rows_desc, x_rows_desc, _, dz_desc, wh_desc, up_desc, down_desc = routed
@@ -130,7 +154,14 @@ def _load_steps(s, pipe, it, place, steps, begin, end, routed, shared_0, shared_
     _, shared_up_1, shared_down_1 = shared_1
     dy_desc, x_desc, shared_dz_desc, shared_wh_desc = tokens_desc
     shared_row = slot * s.token_tiles * TILE_M
-    if kind == DH:
+    if RECOMPUTE and kind == Z:
+        if slot < 0:
+            it = _load_up(x_rows_desc, up_desc, expert, tile * TILE_M, column, begin, end, pipe, it, 4)
+        elif slot == 0:
+            it = _load_up(x_desc, shared_up_0, expert, tile * TILE_M, column, begin, end, pipe, it, 3)
+        else:
+            it = _load_up(x_desc, shared_up_1, expert, tile * TILE_M, column, begin, end, pipe, it, 3)
+    elif kind == DH:
         if slot < 0:
             it = _load_dh(dy_rows_desc, down_desc, expert, tile * TILE_M, column, begin, end, pipe, it, 3)
         elif slot == 0:
@@ -170,8 +201,12 @@ def _store_step(pipe, it):
 
 
 @gluon.jit
-def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh):
-    """(counter, target, what) that a task's operands wait for; a weight gradient's dz, dy and w*h are there when all DH tasks are (all_dh)."""
+def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh, RECOMPUTE: gl.constexpr):
+    """(counter, target) that a task's operands wait for; a weight gradient's dz, dy and w*h are there when all DH tasks are (all_dh).
+
+    With RECOMPUTE a Z task waits for what a DH task waits for otherwise (movers publish a piece of x and dy together), and DH for its tile's Z tasks:
+    what those had acquired (dy, gates) is then there as well.
+    """
     gated = (slot >= 0) & (((rows.gated >> gl.maximum(slot, 0)) & 1) != 0)
     dh_pointer = gl.where(slot < 0, flags.dy_ready, flags.gates_ready) + tile
     dh_target = gl.where((slot < 0) | gated, COPY_PARTS, 0)
@@ -181,15 +216,21 @@ def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh):
     weight_target = gl.where(routed_up, x_pieces, all_dh)
     counter = gl.where(kind == DX, dx_pointer, gl.where(kind == DH, dh_pointer, weight_pointer))
     target = gl.where(kind == DX, dh_columns(s, slot), gl.where(kind == DH, dh_target, weight_target))
+    if RECOMPUTE:
+        z_ready = z_done(s, flags) + 1 + counter_of(s, slot, gl.where(kind == DH, tile, 0), flags.capacity)
+        counter = gl.where(kind == Z, dh_pointer, gl.where(kind == DH, z_ready, counter))
+        target = gl.where(kind == Z, dh_target, gl.where(kind == DH, z_columns(s, slot), target))
     return counter, target
 
 
 @gluon.jit
-def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_complete):
+def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_complete, RECOMPUTE: gl.constexpr):
     """Rules 1 and 2, reader: acquire by polling, before the proxy fence and the TMA loads of the same thread. Returns dh_complete: 1 once this
     thread has acquired the last DH task, so that the weight gradients after it need not look again."""
     if seen < target:
-        if kind == DH:
+        if RECOMPUTE and kind == DH:
+            wait_at_least(counter, target, flags.control, WAIT_Z, tile)
+        elif kind == (Z if RECOMPUTE else DH):
             wait_at_least(counter, target, flags.control, WAIT_DY, tile)
         elif kind == DX:
             wait_at_least(counter, target, flags.control, WAIT_DZ, tile)
@@ -213,7 +254,8 @@ def _plan_of(s, rows, phase, kind, slot, tile, expert):
 
 
 @gluon.jit
-def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, ALIGN: gl.constexpr, AHEAD: gl.constexpr, DEBUG: gl.constexpr):
+def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
+             RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
     tokens_desc = (dy, x, shared dz, shared wh)."""
     s = own(s)
@@ -221,34 +263,37 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
     all_dh = all_dh_tasks(s)
     segments = (rows.tile_to_expert, rows.expert_offsets)
     taken = take_task(flags.totals)
-    phase, index = seek(s, segments, it, taken, ALIGN, AHEAD)
-    kind, slot, tile, column, expert = locate(s, segments, phase, index, ALIGN, AHEAD)
+    phase, index = seek(s, segments, it, taken, ALIGN, AHEAD, RECOMPUTE)
+    kind, slot, tile, column, expert = locate(s, segments, phase, index, ALIGN, AHEAD, RECOMPUTE)
     expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
     idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
     seen = it - 1
     count = it
     dh_complete = it
     while phase < s.num_phases:
-        steps = k_steps(s, kind, slot, tokens)
-        push_task(tasks, count, kind + (slot + 1) * 4 + gl.where(idle, TASK_IDLE, 0) + column * TASK_COLUMN, tile, steps, expert)
+        steps = k_steps(s, kind, slot, tokens, RECOMPUTE)
+        bits = kind
+        if RECOMPUTE:
+            bits = gl.where(kind == Z, TASK_Z, kind)
+        push_task(tasks, count, bits + (slot + 1) * 4 + gl.where(idle, TASK_IDLE, 0) + column * TASK_COLUMN, tile, steps, expert)
         count += 1
         nap(index + phase, DEBUG)
-        counter, target = _input_counter(s, rows, flags, kind, slot, tile, expert, gl.cdiv(tokens, TILE_M) * COPY_PARTS, all_dh)
-        dh_complete = _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_complete)
+        counter, target = _input_counter(s, rows, flags, kind, slot, tile, expert, gl.cdiv(tokens, TILE_M) * COPY_PARTS, all_dh, RECOMPUTE)
+        dh_complete = _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_complete, RECOMPUTE)
         fence_proxy(tile)
         place = (kind, slot, tile, column, expert, first)
         filled = gl.minimum(steps, NUM_STAGES)
-        it = _load_steps(s, pipe, it, place, steps, 0, filled, routed, shared_0, shared_1, tokens_desc)
+        it = _load_steps(s, pipe, it, place, steps, 0, filled, routed, shared_0, shared_1, tokens_desc, RECOMPUTE)
         # The ring is full: now there is time to work out the next task and to look at what it waits for.
         after = take_task(flags.totals)
-        next_phase, next_index = seek(s, segments, phase, index + after - taken, ALIGN, AHEAD)
+        next_phase, next_index = seek(s, segments, phase, index + after - taken, ALIGN, AHEAD, RECOMPUTE)
         taken = after
-        next_kind, next_slot, next_tile, next_column, next_expert = locate(s, segments, next_phase, next_index, ALIGN, AHEAD)
+        next_kind, next_slot, next_tile, next_column, next_expert = locate(s, segments, next_phase, next_index, ALIGN, AHEAD, RECOMPUTE)
         next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
         next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
-        next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh)
+        next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh, RECOMPUTE)
         seen = load_acquire(gl.where(next_phase < s.num_phases, next_counter, counter))
-        it = _load_steps(s, pipe, it, place, steps, filled, steps, routed, shared_0, shared_1, tokens_desc)
+        it = _load_steps(s, pipe, it, place, steps, filled, steps, routed, shared_0, shared_1, tokens_desc, RECOMPUTE)
         if kind == DH:
             if slot < 0:
                 it = _load_z(routed[2], tile * TILE_M, column, pipe, it)
@@ -256,7 +301,7 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
                 it = _load_z(shared_0[0], tile * TILE_M, column, pipe, it)
             else:
                 it = _load_z(shared_1[0], tile * TILE_M, column, pipe, it)
-        if has_store_step(rows, kind, slot):
+        if has_store_step(rows, kind, slot, RECOMPUTE):
             it = _store_step(pipe, it)
         phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
         expert, tokens, first, idle = next_expert, next_tokens, next_first, next_idle

@@ -1,8 +1,9 @@
 """Mover side of the backward kernel: rows of dy and x into routed buffers, shared gates, and the sums that end the pass.
 
-Order of a CTA's movers: gates of shared experts; rows of dy (the first GEMM waits for them), rows of x (only weight gradients do), both in pieces of
-16 rows that belong to CTA `piece mod grid`; d_topk_weights when all DH tasks are stored; dx when all DX tasks are, by tickets of 8 tokens that
-consumers take too once their GEMMs are done; bias gradients and the gate weight's gradient. None of them waits for anything that waits for it.
+Order of a CTA's movers: gates of shared experts; rows of dy (the first GEMM waits for them), rows of x (only weight gradients do; with RECOMPUTE the
+first GEMM too, so that each piece is copied from both at once), both in pieces of 16 rows that belong to CTA `piece mod grid`; d_topk_weights when all
+DH tasks are stored; dx when all DX tasks are, by tickets of 8 tokens that consumers take too once their GEMMs are done; bias gradients and the gate
+weight's gradient. None of them waits for anything that waits for it.
 
 Which role sums a token changes no bit: each element of dx is one chain of additions in k order, and dot products have one layout whatever the
 number of warps.
@@ -359,8 +360,8 @@ def _sloped_row(x, slopes, token, there, columns, inside):
 
 
 @gluon.jit
-def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr,
-          DEBUG: gl.constexpr):
+def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr,
+          RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """Everything that the tensor cores do not do; dy and x are where those tensors lie."""
     s = own(s)
     grid = gl.num_programs(0)
@@ -370,12 +371,16 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
     if dh_columns(s, s.T * 0 - 1) > 0:
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 11, DEBUG)
+            if RECOMPUTE and OMIT & 2 == 0:
+                _copy_piece(s, rows, x, x_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
                 _copy_piece(s, rows, dy, dy_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
             thread_barrier()
             add_release(flags.dy_ready + piece // COPY_PARTS, 1)
-    if (s.wants & WANT_UP) != 0:
+            if RECOMPUTE:
+                add_release(_expert_pieces(s, rows, flags, piece), 1)
+    if not RECOMPUTE and (s.wants & WANT_UP) != 0:
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 13, DEBUG)
             counter = _expert_pieces(s, rows, flags, piece)

@@ -10,6 +10,9 @@ all six from there. So this epilogue, ten tiles of traffic for one of accumulato
 store step: a stage without loads, into which each consumer puts the right half of its result while its own two chunks take the left half, so that
 it hands over all of it at once and goes on.
 
+A Z task ends with a store step too: its left half is gate, its right half up, of 128 columns each. Its B lies in memory with k contiguous, so wgmma reads
+it as the forward kernel does, and the four chunks of a stage are 256 rows (of w_gate_up) x 64 k.
+
 Barriers in shared memory (all mbarriers; phase of use i of a ring of N is (i // N) & 1):
   load_ready[s]   the TMA engine has filled stage s                                              producer -> consumers
   load_empty[s]   stage s may be filled again (count 2): both consumers have multiplied it, or the storer has stored what they put there
@@ -29,6 +32,7 @@ from .backward_tasks import (
     DX,
     TILE_M,
     TILE_N,
+    Z,
     product_needed,
     width_of,
 )
@@ -53,6 +57,7 @@ WAIT_ALL_DX = gl.constexpr(16)
 WAIT_SLOTS = gl.constexpr(17)
 WAIT_START = gl.constexpr(18)
 WAIT_AUDIT = gl.constexpr(19)
+WAIT_Z = gl.constexpr(20)
 
 
 @aggregate
@@ -110,6 +115,7 @@ class Tasks:
 
 # bits of a task record: 0-1 kind, 2-3 shared expert + 1, 4 rows 64.. are padding, 5 no more tasks; the column tile from bit 6 on
 TASK_IDLE, TASK_END, TASK_COLUMN = gl.constexpr(16), gl.constexpr(32), gl.constexpr(64)
+TASK_Z = gl.constexpr(1 << 30)           # with RECOMPUTE: the kind is Z, and bits 0-1 are zero
 QUEUE = gl.constexpr(4)
 
 
@@ -140,9 +146,14 @@ def pop_task(tasks, count, NW: gl.constexpr):
 
 
 @gluon.jit
-def unpack(bits):
+def unpack(bits, RECOMPUTE: gl.constexpr):
     """(kind, shared expert or -1, column tile) of a task record's bits."""
-    return bits & 3, ((bits >> 2) & 3) - 1, bits // TASK_COLUMN
+    if RECOMPUTE:
+        is_z = (bits >= TASK_Z).to(gl.int32)
+        kind, slot, column = (bits & 3) - is_z, ((bits >> 2) & 3) - 1, (bits & (TASK_Z - 1)) // TASK_COLUMN
+    else:
+        kind, slot, column = bits & 3, ((bits >> 2) & 3) - 1, bits // TASK_COLUMN
+    return kind, slot, column
 
 
 @aggregate
@@ -152,6 +163,7 @@ class BackwardFlags:
     dy_ready[tile]: COPY_PARTS when a routed tile's rows of dy are there. x_ready[expert]: pieces of x copied for an expert. gates_ready[tile]:
     COPY_PARTS when a token tile's shared gates are there. dh_ready[row tile of counter_of]: DH tasks of a tile that are stored. totals: words
     0 combine ticket, 1 DH tasks stored, 2 DX tasks stored, 3 slot pieces done, 4 CTAs finished, then the tickets of the poisoning, 15 tasks taken.
+    With RECOMPUTE the words of z_done stand between gates_ready and x_ready.
     """
     totals: gl.tensor
     dy_ready: gl.tensor
@@ -170,6 +182,12 @@ class BackwardFlags:
         self.x_ready = x_ready
         self.control = control
         self.capacity = capacity
+
+
+@gluon.jit
+def z_done(s, flags):
+    """Z tasks stored; behind this word, at 1 + counter_of, those of each row tile (z_ready). Only with RECOMPUTE."""
+    return flags.gates_ready + s.token_tiles
 
 
 TICKET, DH_DONE, DX_DONE, SLOTS_DONE, FINISHED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
@@ -226,9 +244,11 @@ def phase_of(it):
 
 
 @gluon.jit
-def k_steps(s, kind, slot, tokens):
+def k_steps(s, kind, slot, tokens, RECOMPUTE: gl.constexpr):
     """k-steps of a task. tokens: rows of the expert, for routed weight gradients; the padding of its last 64 rows is zero, further rows are skipped."""
     steps = gl.where(product_needed(s, slot), gl.cdiv(s.H, BLOCK_K), 0)
+    if RECOMPUTE:
+        steps = gl.where(kind == Z, gl.cdiv(s.H, BLOCK_K), steps)
     steps = gl.where(kind == DX, 2 * gl.cdiv(width_of(s, slot), BLOCK_K), steps)
     return gl.where(kind >= DW_UP, gl.cdiv(gl.where(slot < 0, tokens, s.T), BLOCK_K), steps)
 
@@ -244,6 +264,10 @@ def partials_of(s, rows, flags, slot, column, row):
 
 
 @gluon.jit
-def has_store_step(rows, kind, slot):
+def has_store_step(rows, kind, slot, RECOMPUTE: gl.constexpr):
     """Whether a task's result goes through a store step: all but DH and what is added into main_grad."""
-    return (kind == DX) | ((kind >= DW_UP) & ((slot >= 0) | (rows.into_main_grad == 0)))
+    if RECOMPUTE:
+        row_result = (kind == DX) | (kind == Z)
+    else:
+        row_result = kind == DX
+    return row_result | ((kind >= DW_UP) & ((slot >= 0) | (rows.into_main_grad == 0)))

@@ -14,15 +14,18 @@ from .backward_pipe import (
     pop_task,
     stage_of,
     unpack,
+    z_done,
 )
 from .backward_tasks import (
     DH,
     DW_UP,
     DX,
+    HALF_N,
     TILE_M,
     TILE_N,
     WANT_DOWN,
     WANT_X,
+    Z,
     counter_of,
     own,
     shared_wants,
@@ -43,22 +46,28 @@ def _store_box(desc, part, half, row, column, chunk, RANK: gl.constexpr):
 
 
 @gluon.jit
-def _store_result(desc, part, half, row, column, pipe, stage, out, handed, idle, RANK: gl.constexpr, WG: gl.constexpr):
-    """The 64 x 256 result of one consumer, from where `_hand_over` put it; an idle consumer has put nothing there."""
+def _store_result(desc, part, half, row, column, pipe, stage, out, handed, idle, RANK: gl.constexpr, WG: gl.constexpr,
+                  HALVES: gl.constexpr):
+    """The 64 x 256 result of one consumer, from where `_hand_over` put it; an idle consumer has put nothing there. HALVES: it is 128 columns of
+    gate (part 0), then the same columns of up (part 1)."""
     mbarrier.wait(out.full, handed & 1)
     if idle == 0:
         _store_box(desc, part, half, row, column, out.chunks.index(0), RANK)
         _store_box(desc, part, half, row, column + CHUNK, out.chunks.index(1), RANK)
-        _store_box(desc, part, half, row, column + 2 * CHUNK, pipe.a.index(2 * stage + WG), RANK)
-        _store_box(desc, part, half, row, column + 3 * CHUNK, pipe.chunks.index(4 * stage + WG), RANK)
+        if HALVES:
+            _store_box(desc, 1, half, row, column, pipe.a.index(2 * stage + WG), RANK)
+            _store_box(desc, 1, half, row, column + CHUNK, pipe.chunks.index(4 * stage + WG), RANK)
+        else:
+            _store_box(desc, part, half, row, column + 2 * CHUNK, pipe.a.index(2 * stage + WG), RANK)
+            _store_box(desc, part, half, row, column + 3 * CHUNK, pipe.chunks.index(4 * stage + WG), RANK)
 
 
 @gluon.jit
-def _store_both(desc, part, half, row, column, pipe, it, out_0, out_1, handed, idle, RANK: gl.constexpr):
+def _store_both(desc, part, half, row, column, pipe, it, out_0, out_1, handed, idle, RANK: gl.constexpr, HALVES: gl.constexpr = False):
     """Both consumers' results, of which consumer 1 may be idle. Then the buffers and the store step's stage are free again."""
     stage = stage_of(it)
-    _store_result(desc, part, half, row, column, pipe, stage, out_0, handed, it < 0, RANK, 0)
-    _store_result(desc, part, half, row + CHUNK, column, pipe, stage, out_1, handed, idle, RANK, 1)
+    _store_result(desc, part, half, row, column, pipe, stage, out_0, handed, it < 0, RANK, 0, HALVES)
+    _store_result(desc, part, half, row + CHUNK, column, pipe, stage, out_1, handed, idle, RANK, 1, HALVES)
     tma_store_wait(0)
     mbarrier.arrive(out_0.empty)
     mbarrier.arrive(out_1.empty)
@@ -78,10 +87,12 @@ def _store_z_step(dz_desc, wh_desc, want_dz, want_wh, row, column, stage, pipe, 
 
 
 @gluon.jit
-def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, DEBUG: gl.constexpr):
+def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, recomputed,
+           RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
 
-    hidden = (dz, wh, shared dz, shared wh); up_grads, down_grads = descriptors of (routed, shared 0, shared 1) weight gradients.
+    hidden = (dz, wh, shared dz, shared wh); up_grads, down_grads = descriptors of (routed, shared 0, shared 1) weight gradients; recomputed = those of
+    z, with RECOMPUTE.
     """
     s = own(s)
     dz_desc, wh_desc, shared_dz_desc, shared_wh_desc = hidden
@@ -93,7 +104,7 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
     count = it
     bits, tile, steps, expert = pop_task(tasks, count, 1)
     while (bits & TASK_END) == 0:
-        kind, slot, column = unpack(bits)
+        kind, slot, column = unpack(bits, RECOMPUTE)
         idle = (bits & TASK_IDLE) != 0
         nap(tile + column + 3, DEBUG)
         it += steps
@@ -119,6 +130,22 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             thread_barrier()
             add_release(flags.dh_ready + counter_of(s, slot, tile, flags.capacity), 1)
             add_release(flags.totals + DH_DONE, 1)
+        elif RECOMPUTE and kind == Z:
+            z_desc, shared_z_0, shared_z_1 = recomputed
+            at = tile * TILE_M                           # of a shared expert too: each has a descriptor of its own
+            if slot < 0:
+                _store_both(z_desc, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+            elif slot == 0:
+                _store_both(shared_z_0, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+            else:
+                _store_both(shared_z_1, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+            stores_complete(tile)
+            fence_proxy(tile)
+            thread_barrier()
+            add_release(z_done(s, flags) + 1 + counter_of(s, slot, tile, flags.capacity), 1)
+            add_release(z_done(s, flags), 1)
+            handed += 1
+            it += 1
         elif kind == DX:
             result_row = row + gl.where(slot < 0, 0, shared_results_row)
             _store_both(results_desc, 0, 0, result_row, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
@@ -128,7 +155,7 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             add_release(flags.totals + DX_DONE, 1)
             handed += 1
             it += 1
-        elif has_store_step(rows, kind, slot):
+        elif has_store_step(rows, kind, slot, RECOMPUTE):
             half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
             half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
             at = (tile - half * half_tiles) * TILE_M

@@ -11,10 +11,15 @@ DX(last), so that what a DX task reads was finished about one phase earlier (wit
 expert 0, of shared expert 1, of expert 0, 1, ..., then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP
 before all of DW_DOWN, because what the tasks in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no
 tasks.
+With RECOMPUTE a fifth kind makes z anew, which forward did not save:
+  Z        z = x @ w_gate_up[e].T + b    row tile x 128 columns of gate and the same 128 of up, the tile of the forward kernel
+and phases are Z(0), DH(-), DX(-), Z(1), DH(0), DX(-), Z(2), DH(1), DX(0), ...: z of a group, like its dz, is read about one phase after it was finished.
+
 All phases are one sequence, and a CTA that is free takes the next task (gemm.take_task): a task waits for tasks before it alone, so the CTA
 that holds the earliest unfinished one can always go on.
 
-Example: G = 2, 3 row tiles, one column of each kind, no weight gradients: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2.
+Example: G = 2, 3 row tiles, one column of each kind, no weight gradients: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2; with RECOMPUTE
+Z 0 1 | Z 2 | DH 0 1 | DH 2 | DX 0 1 | DX 2.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,9 +30,11 @@ from .tasks import group_first
 
 TILE_M = gl.constexpr(128)    # rows of a tile, the plan's alignment
 TILE_N = gl.constexpr(256)    # columns of a tile
+HALF_N = gl.constexpr(128)    # columns of gate, and of up, of a Z tile
 BLOCK_K = gl.constexpr(64)    # depth of a k-step; also rows and columns of every TMA box: 64 bf16 are one swizzle row of 128 bytes
 WEIGHT_GROUP = gl.constexpr(16)   # row tiles of a weight gradient that run before the next column: 16 x 8 tiles fill the card and share operands
 
+Z = gl.constexpr(-1)          # before DH, so that "kind <= DX" still says: a row tile of the plan or of a shared expert
 DH = gl.constexpr(0)
 DX = gl.constexpr(1)
 DW_UP = gl.constexpr(2)
@@ -39,7 +46,7 @@ class Schedule:
     """Sizes that fix the task sequence, run-time int32 scalars; a count of 0 means that the kind is not wanted.
 
     H, I, I_0, I_1 (widths of the shared experts); T; num_tiles used routed row tiles; token_tiles row tiles of a shared expert; group_tiles = G;
-    shared_groups before the first routed group; pair_phases DH and DX phases, then num_phases with the weight gradients; num_shared.
+    shared_groups before the first routed group; pair_phases (Z,) DH and DX phases, then num_phases with the weight gradients; num_shared.
     wants: bit 0 dx, 1 d_topk_weights, 2 dw_gate_up, 3 dw_down, 4 db_gate_up, 5 db_down; 8, 9, 10 (11, 12, 13): shared expert 0's (1's)
     dw_gate_up, dw_down, d_gate_weight. need_dh: whether the DH product itself is needed or w*h alone.
     """
@@ -87,10 +94,14 @@ ANY_WEIGHT = gl.constexpr(4 | 8 | 0x1B00)            # gradients that need weigh
 
 
 @gluon.jit
-def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, AHEAD: gl.constexpr):
+def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, AHEAD: gl.constexpr,
+                  RECOMPUTE: gl.constexpr = False):
     token_tiles = gl.cdiv(T, TILE_M)
     shared_groups = num_shared * gl.cdiv(token_tiles, group_tiles)
-    pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2 * AHEAD
+    if RECOMPUTE:
+        pair_phases = 3 * (shared_groups + gl.cdiv(num_tiles, group_tiles) + 2 * AHEAD)
+    else:
+        pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2 * AHEAD
     weight_phases = gl.where((wants & ANY_WEIGHT) != 0, 2 * (num_shared + num_experts), 0)
     return Schedule(H, I, I_0, I_1, T, num_tiles, token_tiles, group_tiles, shared_groups, pair_phases, pair_phases + weight_phases, num_shared, wants)
 
@@ -132,6 +143,12 @@ def dh_columns(s, slot):
 
 
 @gluon.jit
+def z_columns(s, slot):
+    """Column tiles of Z: every DH task reads z, whatever it is wanted for."""
+    return gl.where(dh_columns(s, slot) > 0, gl.cdiv(width_of(s, slot), HALF_N), 0)
+
+
+@gluon.jit
 def dx_columns(s):
     return gl.where((s.wants & WANT_X) != 0, gl.cdiv(s.H, TILE_N), 0)
 
@@ -145,18 +162,32 @@ def all_dh_tasks(s):
 
 
 @gluon.jit
+def all_z_tasks(s):
+    """Z tasks of the whole launch."""
+    total = s.num_tiles * z_columns(s, s.T * 0 - 1)
+    total += gl.where(s.num_shared > 0, s.token_tiles * z_columns(s, s.T * 0), 0)
+    return total + gl.where(s.num_shared > 1, s.token_tiles * z_columns(s, s.T * 0 + 1), 0)
+
+
+@gluon.jit
 def all_dx_tasks(s):
     return (s.num_tiles + s.num_shared * s.token_tiles) * dx_columns(s)
 
 
 @gluon.jit
-def phase_group(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
-    """(shared expert or -1, first row tile inside it, row tiles) of a DH or DX phase; 0 row tiles where there is no such group."""
-    group = phase // 2 - phase % 2 * AHEAD
+def phase_group(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
+    """(shared expert or -1, first row tile inside it, row tiles) of a Z, DH or DX phase; 0 row tiles where there is no such group."""
+    if RECOMPUTE:
+        group = phase // 3 - phase % 3 * AHEAD
+    else:
+        group = phase // 2 - phase % 2 * AHEAD
     per_shared = gl.maximum(gl.cdiv(s.token_tiles, s.group_tiles), 1)
     is_shared = group < s.shared_groups
     slot = gl.where(is_shared, group // per_shared, -1)
-    exists = (group >= 0) & (2 * group + 2 * AHEAD < s.pair_phases)
+    if RECOMPUTE:
+        exists = (group >= 0) & (3 * (group + 2 * AHEAD) < s.pair_phases)
+    else:
+        exists = (group >= 0) & (2 * group + 2 * AHEAD < s.pair_phases)
     if ALIGN:
         routed = gl.maximum(group - s.shared_groups, 0)
         routed_first = group_first(s.group_tiles, s.num_tiles, segments, routed, ALIGN)
@@ -194,12 +225,15 @@ def weight_tiles(s, slot, down):
 
 
 @gluon.jit
-def phase_tasks(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+def phase_tasks(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
     """Number of tasks of a phase."""
     tasks = phase * 0
     if phase < s.pair_phases:
-        slot, _, tiles = phase_group(s, segments, phase, ALIGN, AHEAD)
-        tasks = tiles * gl.where(phase % 2 == 0, dh_columns(s, slot), dx_columns(s))
+        slot, _, tiles = phase_group(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
+        if RECOMPUTE:
+            tasks = tiles * gl.where(phase % 3 == 0, z_columns(s, slot), gl.where(phase % 3 == 1, dh_columns(s, slot), dx_columns(s)))
+        else:
+            tasks = tiles * gl.where(phase % 2 == 0, dh_columns(s, slot), dx_columns(s))
     else:
         slot, _, down = phase_weight(s, phase)
         rows, columns = weight_tiles(s, slot, down)
@@ -208,21 +242,21 @@ def phase_tasks(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
 
 
 @gluon.jit
-def seek(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+def seek(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
     """The task `index` places after the start of `phase`, as (phase, index with the index inside that phase); phase == num_phases at the end."""
-    tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD)
+    tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
     while (phase < s.num_phases) & (index >= tasks):
         index -= tasks
         phase += 1
-        tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD)
+        tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
     return phase, index
 
 
 @gluon.jit
-def locate(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+def locate(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
     """(kind, shared expert or -1, tile, column tile, expert) of a task. tile: row tile of the expert's rows, or of the weight gradient.
 
-    `expert` is meant for routed weight gradients; DH and DX take theirs from the plan's tile_to_expert.
+    `expert` is meant for routed weight gradients; Z, DH and DX take theirs from the plan's tile_to_expert.
     """
     kind = phase * 0
     slot = kind
@@ -230,9 +264,12 @@ def locate(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
     column = kind
     expert = kind
     if phase < s.pair_phases:
-        slot, first, tiles = phase_group(s, segments, phase, ALIGN, AHEAD)
+        slot, first, tiles = phase_group(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
         tiles = gl.maximum(tiles, 1)
-        kind = phase % 2
+        if RECOMPUTE:
+            kind = phase % 3 - 1
+        else:
+            kind = phase % 2
         column = index // tiles
         tile = first + index - column * tiles
     else:

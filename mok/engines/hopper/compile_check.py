@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 MAX_STACK_BYTES = 64          # outside the multiply loops
@@ -16,16 +17,17 @@ MAX_SHARED_BYTES = 232448     # 227 KB, what one block may have on sm_90
 TARGETS = {"sm_90a": 90}
 
 
-def compile_report(target: str = "sm_90a") -> list[dict[str, Any]]:
+def compile_report(target: str = "sm_90a", leave_out: Sequence[str] = ()) -> list[dict[str, Any]]:
     """One entry for each compiled variant: {kernel, registers, spills, stack_bytes, shared_bytes, mma_instructions}.
 
-    Names hold `forward` or `backward`, and `ranks` where the launch communicates with other ranks.
+    Names hold `forward` or `backward`, `ranks` where the launch communicates with other ranks, and `recompute` where backward makes z again; those
+    in `leave_out` are not compiled.
 
     Raises ValueError for a target that these kernels are not written for, RuntimeError where Triton or its CUDA tools are missing.
     """
     if target not in TARGETS:
         raise ValueError(f"{target=} must be one of {tuple(TARGETS)}")
-    return [describe(name, kernel) for name, kernel in compile_variants(TARGETS[target])]
+    return [describe(name, kernel) for name, kernel in compile_variants(TARGETS[target], leave_out)]
 
 
 def problems(report: list[dict[str, Any]]) -> list[str]:
@@ -43,8 +45,8 @@ def problems(report: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def compile_variants(capability: int) -> list[tuple[str, Any]]:
-    """(name, Triton's compiled kernel) of every production variant."""
+def compile_variants(capability: int, leave_out: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """(name, Triton's compiled kernel) of every production variant but those in `leave_out`."""
     try:
         from .backward_launch import variants as backward_variants
         from .launch import group_variants
@@ -56,7 +58,8 @@ def compile_variants(capability: int) -> list[tuple[str, Any]]:
 
     compiled = []
     for name, source, options in [*forward_variants(), *group_variants(), *backward_variants()]:
-        compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
+        if name not in leave_out:
+            compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
     return compiled
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, launch
+from . import backward_launch, launch, plan_kernel
 from .limits import unsupported_shared_reason
 
 
@@ -16,7 +16,7 @@ class HopperEngine:
     name = "hopper"
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
-        return _torch_gpu().build_plan(topk_ids, num_experts)
+        return plan_kernel.ready_plan(topk_ids, num_experts) or _torch_gpu().build_plan(topk_ids, num_experts)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
         reason = unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared))

@@ -76,7 +76,7 @@ class FusedGroup:
         rows = plan_capacity(world_size * max_tokens * top_k, experts_of_rank(num_experts, world_size, rank)[1])
         token_tiles = -(-max_tokens // launch.TILE)
         state, capacity, self._record = group_state(self.device, max(rows // launch.TILE, 8 * token_tiles), self._peers, timeout_s)
-        self.launch = GroupLaunch(state, capacity, blocks, cooperative)
+        self.launch = GroupLaunch(state, capacity, blocks, cooperative, blocks / torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
@@ -203,7 +203,6 @@ def signature_number(signature: str) -> int:
     return int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=4).digest(), "little") >> (32 - _SIGNATURE_BITS)
 
 
-def resident_share(device: torch.device, ranks_on_device: int, share_is_set: bool) -> int:
-    """CTAs that each of the ranks on a device may have resident: under MPS with a share set the device already reports that share's SMs."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return count if share_is_set else count // ranks_on_device
+def resident_share(device: torch.device, ranks_on_device: int) -> int:
+    """CTAs that each of the ranks on a device may have resident, one a multiprocessor: all ranks' together fit on it at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count // ranks_on_device

@@ -6,11 +6,13 @@ the process group on another.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ...fabric.choice import MPS_SHARE
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
@@ -26,7 +28,7 @@ def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | 
     sizes: num_experts, max_tokens, hidden_size, top_k. Collective. Raises ValueError on all ranks where sizes differ between ranks.
     """
     reason = _cannot_fuse(device, sizes, fabric.world_size)
-    own: dict[str, Any] = {"reason": reason, "sizes": sizes, "device": None}
+    own: dict[str, Any] = {"reason": reason, "sizes": sizes, "device": None, "share": MPS_SHARE in os.environ}
     if reason is None:
         own["device"] = f"{os.uname().nodename} {torch.cuda.get_device_properties(_cuda_device(device)).uuid}"
     facts = fabric.exchange_messages(own, "construction")
@@ -38,7 +40,12 @@ def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | 
     if reasons := [f"rank {rank}: {fact['reason']}" for rank, fact in enumerate(facts) if fact["reason"] is not None]:
         runtime.say_once(f"mok: expert parallelism runs over the process group, not inside the kernels: {'; '.join(reasons)}")
         return None
-    return _build(fabric, sizes, _cuda_device(device), timeout_s, sum(fact["device"] == own["device"] for fact in facts))
+    ranks_on = Counter(fact["device"] for fact in facts)
+    if shared := [rank for rank, fact in enumerate(facts) if fact["share"] and ranks_on[fact["device"]] > 1]:
+        runtime.say_once(f"mok: expert parallelism runs over the process group, not inside the kernels: {MPS_SHARE} is set on ranks {shared}, which share a "
+                         "device: such shares overlap, so their launches may never be resident at once")
+        return None
+    return _build(fabric, sizes, _cuda_device(device), timeout_s, ranks_on[own["device"]])
 
 
 def _build(fabric: Any, sizes: dict[str, int], device: torch.device, timeout_s: float, sharing: int) -> FusedGroup | None:
@@ -52,7 +59,7 @@ def _build(fabric: Any, sizes: dict[str, int], device: torch.device, timeout_s: 
     except PeersUnreachable as error:
         runtime.say_once(f"mok: expert parallelism runs over the process group, not inside the kernels: {error}")
         return None
-    blocks = resident_share(device, sharing, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ)
+    blocks = resident_share(device, sharing)
     fused = FusedGroup(memory, fabric.rank, fabric.world_size, **sizes, timeout_s=timeout_s, blocks=blocks, cooperative=sharing == 1)
     fabric.exchange_messages({}, "construction: kernels loaded")      # rule 7: nobody launches before everybody has loaded
     return fused

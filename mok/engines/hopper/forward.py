@@ -31,8 +31,6 @@ class ForwardConfig:
 
     stagger: k-steps between the consumers. copy_vectors: 16-byte loads in flight in a copying thread. sum_vectors: likewise for each of eight
     routes in a summing thread of a mover. debug: roles sleep at random. omit: 1 no dispatch copy, 2 no combine (benchmark's breakdown only).
-    tickets: a free CTA takes the next task, else CTA p takes p, p + grid, ... align: groups of row tiles end where experts end. ahead: groups between
-    a gate/up task and the down tasks that read its h.
     several_ranks: rows come from and results go to the other ranks of a group; always with two mover warps.
     """
     save_z: bool
@@ -41,9 +39,6 @@ class ForwardConfig:
     stagger: int = 1
     copy_vectors: int = 8
     sum_vectors: int = 1
-    tickets: bool = False
-    align: bool = False
-    ahead: int = 1
     debug: bool = False
     omit: int = 0
 
@@ -52,22 +47,20 @@ class ForwardConfig:
             raise ValueError(f"mover_warps={self.mover_warps} must be one of {MOVER_WARPS}")
         if self.several_ranks and self.mover_warps != MOVER_WARPS[-1]:
             raise ValueError(f"mover_warps={self.mover_warps} must be {MOVER_WARPS[-1]} on several ranks")
-        if self.ahead < 1:
-            raise ValueError(f"ahead={self.ahead} must be at least 1")
         if not 0 <= self.stagger < NUM_STAGES.value:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
         # 2 * 192 + 120 = 3 * 168 registers: what three warpgroups may have. With 208 and 88 the movers spill (88 bytes of stack, 24 now).
         return {"SAVE_Z": int(self.save_z), "MOVER_WARPS": self.mover_warps, "STAGGER": self.stagger, "COPY_VECTORS": self.copy_vectors,
-                "SUM_VECTORS": self.sum_vectors, "EP": int(self.several_ranks), "TICKETS": int(self.tickets), "ALIGN": int(self.align),
-                "AHEAD": self.ahead, "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 192, "HELPER_REGISTERS": 120}
+                "SUM_VECTORS": self.sum_vectors, "EP": int(self.several_ranks),
+                "DEBUG": int(self.debug), "OMIT": self.omit, "CONSUMER_REGISTERS": 192, "HELPER_REGISTERS": 120}
 
 
 INTEGERS = ["T", "K", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
             "has_bias_down", "gated", "activation"]
 WIDTHS = ["H", "I", "shared_I_0", "shared_I_1"]   # specialised on being multiples of 16, which they always are: no second binary
-UNALIGNED = ["row_to_slot", "row_to_rank", "expert_offsets", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up",
+UNALIGNED = ["row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up",
              "bias_down", "gate_0", "gate_1", "state"]
 
 
@@ -89,6 +82,7 @@ def _begin_launch(state, capacity):
     if arrived == gl.num_programs(0) - 1:                # ... and so has every other CTA
         gl.store(state + CONTROL_ARRIVED, 0)
         gl.store(state + CONTROL_EPOCH, epoch + 1)
+    thread_barrier()                                     # `arrived` reached all threads through memory that the roles' arguments are about to fill
     return in_use, epoch
 
 
@@ -120,8 +114,8 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                     x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, num_tiles_ptr, topk_weights, order, bias_up, bias_down,
                     gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, num_shared, x_stride_8, capacity, group_tiles,
                     row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
-                    row_to_rank, expert_offsets, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
-                    SUM_VECTORS: gl.constexpr, EP: gl.constexpr, TICKETS: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
+                    row_to_rank, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
+                    SUM_VECTORS: gl.constexpr, EP: gl.constexpr,
                     DEBUG: gl.constexpr, OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -160,7 +154,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
         (_consumer, (s, flags, pipe, queue, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
                      1, SAVE_Z, STAGGER, SUM_VECTORS, EP, OMIT, DEBUG)),
         (producer, (s, flags, pipe, queue, (rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
-                                            shared_up_1, shared_down_1), tile_to_expert, expert_offsets, row_to_slot, TICKETS, ALIGN, AHEAD, DEBUG)),
+                                            shared_up_1, shared_down_1), tile_to_expert, row_to_slot, DEBUG)),
         (storer, (s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z, DEBUG)),
         (_mover, (s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])

@@ -192,10 +192,10 @@ def take_task(counters):
 
 
 @gluon.jit
-def _load_steps(a_desc, a_row, w_desc, expert, column, begin, end, pipe, it, next_counter, KIND: gl.constexpr, POLL: gl.constexpr):
-    """Issue the loads of k-steps begin..end-1 of a task. POLL: also look at the next task's counter when the ring has just been filled."""
+def _load_steps(a_desc, a_row, w_desc, expert, column, steps, pipe, it, next_counter, KIND: gl.constexpr):
+    """Issue the loads of all k-steps of a task; look at the next task's counter when the ring has just been filled."""
     next_seen = it * 0 - 1
-    for k in range(begin, end):
+    for k in range(steps):
         stage = it % NUM_STAGES
         mbarrier.wait(pipe.load_empty.index(stage), ((it // NUM_STAGES) & 1) ^ 1)
         ready = pipe.load_ready.index(stage)
@@ -211,68 +211,58 @@ def _load_steps(a_desc, a_row, w_desc, expert, column, begin, end, pipe, it, nex
         else:
             tma_load(w_desc, [column * BLOCK_N, k * BLOCK_K], ready, b)
         it += 1
-        if POLL and k == NUM_STAGES - 1:
+        if k == NUM_STAGES - 1:
             next_seen = load_acquire(next_counter)
     return it, next_seen
 
 
 @gluon.jit
-def _load_task(s, o, descs, place, begin, end, pipe, it, next_counter, POLL: gl.constexpr):
-    """k-steps begin..end-1 of the task at place = (is down, shared expert or -1, row tile, column tile, expert); see _load_steps."""
+def _load_task(s, o, descs, place, steps, pipe, it, next_counter):
+    """k-steps of the task at place = (is down, shared expert or -1, row tile, column tile, expert); see _load_steps."""
     rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0, shared_up_1, shared_down_1 = descs
     down, slot, tile, column, expert = place
     if down:
         if slot < 0:
-            it, seen = _load_steps(hidden_desc, tile % s.hidden_ring * BLOCK_M, down_desc, expert, column, begin, end, pipe, it, next_counter,
-                                   DOWN_ROUTED, POLL)
+            it, seen = _load_steps(hidden_desc, tile % s.hidden_ring * BLOCK_M, down_desc, expert, column, steps, pipe, it, next_counter,
+                                   DOWN_ROUTED)
         else:
             row = (slot * o.token_tiles + tile) * BLOCK_M
             if slot == 0:
-                it, seen = _load_steps(shared_hidden_desc, row, shared_down_0, expert, column, begin, end, pipe, it, next_counter, DOWN_SHARED, POLL)
+                it, seen = _load_steps(shared_hidden_desc, row, shared_down_0, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
             else:
-                it, seen = _load_steps(shared_hidden_desc, row, shared_down_1, expert, column, begin, end, pipe, it, next_counter, DOWN_SHARED, POLL)
+                it, seen = _load_steps(shared_hidden_desc, row, shared_down_1, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
     else:
         if slot < 0:
-            it, seen = _load_steps(rows_desc, tile % s.row_ring * BLOCK_M, up_desc, expert, column, begin, end, pipe, it, next_counter, UP_ROUTED, POLL)
+            it, seen = _load_steps(rows_desc, tile % s.row_ring * BLOCK_M, up_desc, expert, column, steps, pipe, it, next_counter, UP_ROUTED)
         elif slot == 0:
-            it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_0, expert, column, begin, end, pipe, it, next_counter, UP_SHARED, POLL)
+            it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_0, expert, column, steps, pipe, it, next_counter, UP_SHARED)
         else:
-            it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_1, expert, column, begin, end, pipe, it, next_counter, UP_SHARED, POLL)
+            it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_1, expert, column, steps, pipe, it, next_counter, UP_SHARED)
     return it, seen
 
 
 @gluon.jit
-def producer(s, flags, pipe, queue, descs, tile_to_expert, expert_offsets, row_to_slot, TICKETS: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
-             DEBUG: gl.constexpr):
-    """Loads A and B of every task, in order, through the stages. Rules 1 and 2, reader: acquire, proxy fence, TMA load, all in this warp.
-
-    TICKETS: tasks by take_task, else p, p + grid, ...; the next task is then worked out when the ring has just been filled, because that takes longer.
-    """
+def producer(s, flags, pipe, queue, descs, tile_to_expert, row_to_slot, DEBUG: gl.constexpr):
+    """Loads A and B of every task, in order, through the stages. Rules 1 and 2, reader: acquire, proxy fence, TMA load, all in this warp."""
     it = gl.program_id(0) * 0
     count = it
     grid = gl.num_programs(0)
-    o = make_order(s, AHEAD)
-    segments = (tile_to_expert, expert_offsets)
-    taken = gl.program_id(0)
-    if TICKETS:
-        taken = take_task(flags.counters)
-    phase, index = seek(s, o, segments, it, taken, ALIGN, AHEAD)
-    down, slot, tile, column = locate(o, segments, phase, index, ALIGN, AHEAD)
+    o = make_order(s)
+    phase, index = seek(s, o, it, gl.program_id(0))
+    down, slot, tile, column = locate(o, phase, index)
     expert, idle = _tile_facts(tile_to_expert, row_to_slot, slot, tile, phase < o.num_phases)
     seen = it - 1
     while phase < o.num_phases:
         steps = gl.cdiv(gl.where(down, width_of(s, slot), fresh(s.H)), BLOCK_K)
         _push_task(queue, count, _task_kind(down, slot, idle), tile, column, steps)
         count += 1
-        if not TICKETS:
-            next_phase, next_index = seek(s, o, segments, phase, index + grid, ALIGN, AHEAD)
-            next_down, next_slot, next_tile, next_column = locate(o, segments, next_phase, next_index, ALIGN, AHEAD)
-            another = next_phase < o.num_phases
-            next_expert, next_idle = _tile_facts(tile_to_expert, row_to_slot, next_slot, next_tile, another)
+        next_phase, next_index = seek(s, o, phase, index + grid)
+        next_down, next_slot, next_tile, next_column = locate(o, next_phase, next_index)
+        another = next_phase < o.num_phases
+        next_expert, next_idle = _tile_facts(tile_to_expert, row_to_slot, next_slot, next_tile, another)
         counter, target = _input_counter(s, flags, down, slot, tile)
-        if not TICKETS:
-            next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
-            next_counter = gl.where(another, next_counter, counter)
+        next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
+        next_counter = gl.where(another, next_counter, counter)
         nap(index + phase, DEBUG)
         if seen < target:
             if down:
@@ -280,21 +270,7 @@ def producer(s, flags, pipe, queue, descs, tile_to_expert, expert_offsets, row_t
             else:
                 wait_at_least(counter, target, flags.control, WAIT_ROWS, tile)
         fence_proxy(tile)
-        place = (down, slot, tile, column, expert)
-        if TICKETS:
-            filled = gl.minimum(steps, NUM_STAGES)
-            it, _ = _load_task(s, o, descs, place, 0, filled, pipe, it, counter, False)
-            after = take_task(flags.counters)
-            next_phase, next_index = seek(s, o, segments, phase, index + after - taken, ALIGN, AHEAD)
-            taken = after
-            next_down, next_slot, next_tile, next_column = locate(o, segments, next_phase, next_index, ALIGN, AHEAD)
-            another = next_phase < o.num_phases
-            next_expert, next_idle = _tile_facts(tile_to_expert, row_to_slot, next_slot, next_tile, another)
-            next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
-            seen = load_acquire(gl.where(another, next_counter, counter))
-            it, _ = _load_task(s, o, descs, place, filled, steps, pipe, it, counter, False)
-        else:
-            it, seen = _load_task(s, o, descs, place, 0, steps, pipe, it, next_counter, True)
+        it, seen = _load_task(s, o, descs, (down, slot, tile, column, expert), steps, pipe, it, next_counter)
         phase, index, down, slot, tile, column, expert, idle = (next_phase, next_index, next_down, next_slot, next_tile, next_column, next_expert,
                                                                 next_idle)
     _push_task(queue, count, it * 0 + END, it * 0, it * 0, it * 0)

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -20,7 +19,7 @@ from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import MoETensors, PassOptions, Saved
 from . import ready_arguments
-from .compat import COMPILE_OPTIONS
+from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
 from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kernel
 from .state import launch_state
 
@@ -36,8 +35,7 @@ BOXES = {"rows_desc": (128, 64), "up_desc": (1, 2, 128, 64), "hidden_desc": (128
          "shared_up_0": (2, 128, 64), "shared_down_0": (256, 64), "shared_z_0": (64, 1, 64), "shared_up_1": (2, 128, 64), "shared_down_1": (256, 64),
          "shared_z_1": (64, 1, 64)}
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4)}
-_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32",
-                  "expert_offsets": "*i64"}
+_POINTER_TYPES = {**dict.fromkeys(("x", "ring", "results", "out", "bias_up", "bias_down", "gate_0", "gate_1"), "*bf16"), "topk_weights": "*fp32"}
 _STATE, _CAPACITY = (_forward_kernel.arg_names.index(name) for name in ("state", "capacity"))
 _ALIGNED = ("x", "ring", "results", "out", *WIDTHS)
 
@@ -60,8 +58,10 @@ class Granularity:
             raise ValueError(f"{self} must have group >= 1, row_ring >= group and hidden_ring >= 2 * group")
 
 
-def granularity(overlap: Overlap | None, H: int, I: int) -> Granularity:
+def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0) -> Granularity:
     """The group that `overlap` asks for, or the measured default (H200, 2026-11-30): 16 tiles, 8 where I makes a group's weights outgrow L2.
+
+    card: the part of the device's multiprocessors that this launch has; ranks that share a device share its L2 too, so their groups are smaller.
 
     The ring of x rows holds what the tensor cores read in about 100 us, and never less than two groups: a mover may be busy with a sum for
     10 us when a place becomes free, and every late row stalls a group. Qwen3-30B-A3B: 32 tiles 0.70 of the roof, 64 tiles 0.76.
@@ -69,8 +69,8 @@ def granularity(overlap: Overlap | None, H: int, I: int) -> Granularity:
     if overlap is not None and overlap.minibatch_rows is not None:
         group = min(overlap.minibatch_rows // TILE, MAX_GROUP)
     else:
-        group = 16 if I <= 8192 else 8
-    tile_us = 6e-6 * TILE * H * I / SUSTAINED_TFLOPS
+        group = max(2, round((16 if I <= 8192 else 8) * card))
+    tile_us = 6e-6 * TILE * H * I / (SUSTAINED_TFLOPS * card)
     ahead = min(max(group, math.ceil(100 / tile_us)), 8 * group)
     return Granularity(group, group + ahead, 3 * group)
 
@@ -91,8 +91,12 @@ class ScratchSizes:
     order: int
 
     @property
+    def elements(self) -> int:
+        return self.ring + self.hidden + self.results + self.shared_hidden + self.order
+
+    @property
     def bytes(self) -> int:
-        return 2 * (self.ring + self.hidden + self.results + self.shared_hidden + self.order)
+        return 2 * self.elements
 
 
 def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], grain: Granularity) -> ScratchSizes:
@@ -105,11 +109,15 @@ def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int
 
 @dataclass(frozen=True)
 class GroupLaunch:
-    """What a launch on several ranks has of its group: its control block, and how many CTAs may be resident beside those of other ranks."""
+    """What a launch on several ranks has of its group: its control block, and how many CTAs may be resident beside those of other ranks.
+
+    card: those CTAs' part of the device's multiprocessors.
+    """
     state: Tensor
     capacity: int                # of the control block, in row tiles
     blocks: int
     cooperative: bool
+    card: float
 
     @property
     def options(self) -> dict[str, Any]:
@@ -122,45 +130,80 @@ def forward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config
 
     group: on several ranks, all of which launch, those without tokens too. Raises ValueError where reserve_sms leaves no multiprocessor.
     """
+    with on_device(tensors.x):
+        return _forward_there(plan, tensors, options, config, grain, reserve_sms, group)
+
+
+def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig | None, grain: Granularity | None,
+                   reserve_sms: int | None, group: GroupLaunch | None) -> tuple[Tensor, Saved]:
+    """`forward` on the current device."""
     x = tensors.x
     T, H = x.shape
     I = tensors.w_down.shape[2]
-    widths = [expert.w_down.shape[1] for expert in tensors.shared]
-    out = torch.empty((T, H), dtype=x.dtype, device=x.device)
+    widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
+    out = new_empty(x, (T, H), x.dtype)
     rows = plan.num_rows
     saved_rows, saved_tokens = (rows, T) if options.save_for_backward else (0, 0)
-    z = torch.empty((saved_rows, 2 * I), dtype=x.dtype, device=x.device)
-    shared_z = torch.empty((saved_tokens, 2 * sum(widths)), dtype=x.dtype, device=x.device)
+    z = new_empty(x, (saved_rows, 2 * I), x.dtype)
+    shared_z = new_empty(x, (saved_tokens, 2 * sum(widths)), x.dtype)
     if T == 0 and group is None:
         return out, Saved(z, shared_z)
     if T == 0:
-        tensors, widths = replace(tensors, shared=()), []             # TMA cannot describe an array without rows
-    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
-    grain = grain or granularity(options.overlap, H, I)
-    longest = grain.group * (2 if config.align else 1)
-    if grain.row_ring < longest or grain.hidden_ring < (config.ahead + 1) * longest:
-        raise ValueError(f"{grain} must have row_ring >= {longest} and hidden_ring >= {(config.ahead + 1) * longest} for {config}")
+        tensors, widths = replace(tensors, shared=()), ()             # TMA cannot describe an array without rows
+    settings = (config, grain, options.overlap)
+    if grain is None:
+        grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card)
+    else:
+        sizes = scratch_sizes(T, H, I, rows, widths, grain)
+    scratch = new_empty(x, (sizes.elements,), x.dtype)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-    sizes = scratch_sizes(T, H, I, rows, widths, grain)
-    scratch = torch.empty(sizes.bytes // 2, dtype=x.dtype, device=x.device)
-    with torch.cuda.device(x.device):
-        if group is not None:
-            arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group.state, group.capacity)
-            _forward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
+    if group is None:
+        key = _key(plan, tensors, options, out, z, shared_z, scratch, settings)
+        found = ready_arguments.find_launch(key)
+        if found is not None and reserve_sms < found[1]:
+            state, capacity = _launch_state(plan, tensors)
+            found[0](found[1] - reserve_sms, current_stream(x.device.index), state.data_ptr(), capacity)
             return out, Saved(z, shared_z)
-        arguments = _arguments_on_one_rank(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, config)
-        blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
-        if reserve_sms >= blocks:
-            raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
-        launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments)
+    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
+    if group is not None:
+        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group.state, group.capacity)
+        _forward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
+        return out, Saved(z, shared_z)
+    arguments = _arguments_on_one_rank(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, key)
+    blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
+    if reserve_sms >= blocks:
+        raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
+    launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments, key, (_STATE, _CAPACITY), blocks)
     return out, Saved(z, shared_z)
+
+
+@lru_cache(maxsize=4096)
+def _default_sizes(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], overlap: Overlap | None,
+                   card: float) -> tuple[Granularity, ScratchSizes]:
+    grain = granularity(overlap, H, I, card)
+    return grain, scratch_sizes(T, H, I, rows, shared_widths, grain)
+
+
+def _launch_state(plan: RoutingPlan, tensors: MoETensors) -> tuple[Tensor, int]:
+    return launch_state(tensors.x.device, max(plan.num_rows // TILE, 4 * -(-tensors.x.shape[0] // TILE) * len(tensors.shared)))
+
+
+def _key(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
+         settings: Hashable) -> Hashable:
+    """What the kernel's run-time arguments depend on; settings: what chose the granularity."""
+    x = tensors.x
+    read = [x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down]
+    for expert in tensors.shared:
+        read += (expert.w_gate_up, expert.w_down, expert.gate_weight)
+    return ready_arguments.key_of((settings, options.activation, options.swiglu_limit, options.save_for_backward, x.device, plan.num_rows), read,
+                                  (out, z, shared_z, scratch, *plan.tensors()))
 
 
 def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: ForwardConfig, group: GroupLaunch) -> None:
     """Compile and load the variant that `forward` with these arguments would launch; run nothing."""
     H, I = tensors.x.shape[1], tensors.w_down.shape[2]
-    grain = granularity(options.overlap, H, I)
+    grain = granularity(options.overlap, H, I, group.card)
     sizes = scratch_sizes(tensors.x.shape[0], H, I, plan.num_rows, [], grain)
     scratch = tensors.x.new_empty(sizes.bytes // 2)
     z = tensors.x.new_empty((plan.num_rows, 2 * I))
@@ -169,16 +212,14 @@ def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: F
 
 
 def _arguments_on_one_rank(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
-                           sizes: ScratchSizes, grain: Granularity, config: ForwardConfig) -> list[Any]:
+                           sizes: ScratchSizes, grain: Granularity, key: Hashable) -> list[Any]:
     """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    x, shared = tensors.x, tensors.shared
-    state, capacity = launch_state(x.device, max(plan.num_rows // TILE, 4 * -(-x.shape[0] // TILE) * len(shared)))
-    read = (x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, out, z, shared_z, scratch, *plan.tensors(),
-            *(part for expert in shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
-    key = ready_arguments.key_of((config, grain, options.activation, options.swiglu_limit, options.save_for_backward, x.device.index), read)
+    state, capacity = _launch_state(plan, tensors)
     arguments = ready_arguments.find(key)
     if arguments is None:
         arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, state, capacity)
+        read = (tensors.x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, out, z, shared_z, scratch,
+                *plan.tensors(), *(part for expert in tensors.shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
         ready_arguments.keep(key, arguments, (*read, state))
     else:
         arguments[_STATE], arguments[_CAPACITY] = state.data_ptr(), capacity      # the stream's block, or a captured launch's own
@@ -224,7 +265,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
             grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
-            plan.row_to_rank, plan.expert_offsets]
+            plan.row_to_rank]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,
@@ -279,11 +320,13 @@ def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
     return x if good else x.clone(memory_format=torch.contiguous_format)      # contiguous() would keep a contiguous x at an odd address
 
 
-def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any]) -> None:
+def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any], list_key: Hashable, varying: Sequence[int],
+                  resident: int) -> None:
     """Launch `kernel` with `config.constexprs()`; from a config's second launch on without Triton's look at the arguments, which may then be addresses.
 
     That look is half of a launch's host time and cannot change its answer: one config is one binary, whatever the arguments' values
-    (nothing but the constant expressions selects a binary; a test counts binaries).
+    (nothing but the constant expressions selects a binary; a test counts binaries). A list that was found under `list_key` is made a ready launch
+    there; varying: indices of what each launch brings; resident: blocks of this variant that are resident at once.
     """
     key = ("hopper binary", device_index, config)
     binary = runtime.scratch.get(key)
@@ -291,8 +334,10 @@ def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, argu
     if binary is None:
         runtime.scratch[key] = kernel[(blocks,)](*arguments, **constexprs, **LAUNCH)
         return
-    stream = triton.runtime.driver.active.get_current_stream(device_index)
+    stream = current_stream(device_index)
     binary.run(blocks, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments, *constexprs.values())
+    if not any(isinstance(argument, Tensor) for argument in arguments):
+        ready_arguments.keep_launch(list_key, binary, (*arguments, *constexprs.values()), varying, resident)
 
 
 def resident_blocks(config: Hashable, device_index: int, compile_kernel: Any) -> int:

@@ -14,7 +14,9 @@ x EXPERT_CLASSES; T, K, E and strides are run-time values that nothing specialis
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +26,7 @@ from torch import Tensor
 from ...config import BLOCK_M
 from ...plan import RoutingPlan, empty_plan_like
 from ...runtime import EXPERT_RADIX, runtime
+from .compat import ReadyLaunch, current_stream, new_empty, on_device, ready_launch
 
 EXPERT_CLASSES = (32, 128, 256, 512, 1024)   # widths of the per-expert vectors: the only sizes that select another binary
 MAX_CHUNKS = 512                        # programs of launches 1 and 3; 1024 gains a microsecond in launch 3 and loses four before it (H200)
@@ -31,8 +34,11 @@ BLOCK_COUNT = 512                       # slots counted at a time
 BLOCK_RANK = 32                         # slots ranked against each other at a time, one for each thread
 BLOCK_EXPERTS = 8                       # experts scanned by one program of launch 2: 32 bytes, one memory sector a chunk
 BLOCK_TILES = 8                         # row tiles filled at a time
+MAX_READY = 1024                        # sizes and layouts of ids whose launches are kept ready; all are dropped when there are more
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}     # no float here: fusion is named because Triton 3.9 warns where it is left open
 SCATTER_LAUNCH = {**LAUNCH, "num_warps": 1}
+_READY = "plan ready launches"
+_TOKENS_PER_EXPERT = 5                  # index of tokens_per_expert in RoutingPlan.tensors()
 _NOT_SPECIALIZED = ["num_slots", "top_k", "num_experts", "stride_token", "stride_k", "chunk_slots", "num_chunks", "capacity_tiles"]
 
 
@@ -152,6 +158,9 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
     and is reported in the device's error word: `runtime.raise_pending_errors()` raises the ValueError once the kernel has run.
     Raises ValueError for a shape, dtype or size that `unsupported_reason` refuses.
     """
+    plan = ready_plan(topk_ids, num_experts, block_m)
+    if plan is not None:
+        return plan
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"topk_ids.shape={tuple(topk_ids.shape)}, dtype={topk_ids.dtype} must be (T, K) of int32 or int64")
     T, K = topk_ids.shape
@@ -175,10 +184,66 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
          (*ids, counts, *plan.tensors(), num_chunks, capacity_tiles, experts, BLOCK_RANK, block_m, BLOCK_TILES)))
     variant = ("plan", topk_ids.device, topk_ids.dtype, experts, block_m) if max(map(abs, strides)) < 2**31 else None
     # launches go to the current device, which need not be that of topk_ids
-    elsewhere = topk_ids.is_cuda and topk_ids.device.index != torch.cuda.current_device()
-    with torch.cuda.device(topk_ids.device) if elsewhere else nullcontext():
+    with on_device(topk_ids) if topk_ids.is_cuda else nullcontext():
         run_launches(launches, variant, topk_ids.device.index)
+    if variant in runtime.scratch:
+        _keep_ready(_size(topk_ids, num_experts, block_m), ReadyPlan.of(plan, counts, runtime.scratch[variant], launches))
     return plan
+
+
+def ready_plan(topk_ids: Tensor, num_experts: int, block_m: int = BLOCK_M) -> RoutingPlan | None:
+    """`build_plan` for ids like earlier ones, at a third of its host time; None for others."""
+    ready = runtime.scratch.get(_READY, {}).get(_size(topk_ids, num_experts, block_m))
+    if ready is None:
+        return None
+    with on_device(topk_ids):
+        return ready.build(topk_ids)
+
+
+def _size(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple:
+    """All that the launches' arguments depend on but for addresses."""
+    return topk_ids.device, topk_ids.dtype, topk_ids.shape, topk_ids.stride(), num_experts, block_m, MAX_CHUNKS
+
+
+class ReadyPlan:
+    """The three launches for ids of one size and layout, ready but for the addresses."""
+
+    def __init__(self, plan: RoutingPlan, counts: Tensor, programs: Sequence[int], launches: Sequence[ReadyLaunch]) -> None:
+        self._shapes = [(tuple(part.shape), part.dtype) for part in (*plan.tensors(), counts)]
+        self._programs, self._launches = programs, launches
+
+    @staticmethod
+    def of(plan: RoutingPlan, counts: Tensor, binaries: Sequence[Any], launches: Sequence[tuple]) -> ReadyPlan | None:
+        """From a call's launches and the binaries that they ran; None where Triton's launcher is not one that is known."""
+        ready: list[ReadyLaunch] = []
+        for binary, (_, _, _, arguments) in zip(binaries, launches):
+            addresses = [i for i, argument in enumerate(arguments) if isinstance(argument, Tensor)]
+            launch = ready_launch(binary, [None if isinstance(argument, Tensor) else argument for argument in arguments], addresses)
+            if launch is None:
+                return None
+            ready.append(launch)
+        return ReadyPlan(plan, counts, [programs for _, programs, _, _ in launches], ready)
+
+    def build(self, topk_ids: Tensor) -> RoutingPlan:
+        """The plan of topk_ids, on the current device."""
+        *maps, counts = [new_empty(topk_ids, shape, dtype) for shape, dtype in self._shapes]
+        device = topk_ids.device
+        ids, count_at, stream = topk_ids.data_ptr(), counts.data_ptr(), current_stream(device.index)
+        count, scan, scatter = self._launches
+        chunks, groups, programs = self._programs
+        count(chunks, stream, ids, runtime.error_word(device).data_ptr(), count_at)
+        scan(groups, stream, count_at, maps[_TOKENS_PER_EXPERT].data_ptr())
+        scatter(programs, stream, ids, count_at, *[part.data_ptr() for part in maps])
+        return RoutingPlan(*maps)
+
+
+def _keep_ready(size: tuple, ready: ReadyPlan | None) -> None:
+    if ready is not None:
+        with runtime.lock:
+            kept = runtime.scratch.setdefault(_READY, {})
+            if len(kept) >= MAX_READY:
+                kept.clear()
+            kept[size] = ready
 
 
 def run_launches(launches: tuple, variant: tuple | None, device_index: int | None) -> None:
@@ -193,7 +258,7 @@ def run_launches(launches: tuple, variant: tuple | None, device_index: int | Non
         if variant is not None and None not in compiled:                # the interpreter compiles nothing
             runtime.scratch[variant] = compiled
         return
-    stream = triton.runtime.driver.active.get_current_stream(device_index)
+    stream = current_stream(device_index)
     for binary, (_, programs, _, arguments) in zip(compiled, launches):
         binary.run(programs, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
 

@@ -6,20 +6,27 @@ memory alive, and what stands at an address does not matter, because the caller 
 """
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...runtime import runtime
+from .compat import ReadyLaunch, ready_launch
 
 LIMIT = 2048                   # lists; all are dropped when there are more, which shapes that never repeat would cause
 _LISTS = "hopper ready arguments"
+_LAUNCHES = "hopper ready launches"
 
 
-def key_of(settings: Hashable, tensors: Sequence[Tensor | None]) -> Hashable:
-    """What a list depends on: settings (the kernel's config and all scalars included), and where and how every tensor lies."""
-    return settings, tuple(None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+def key_of(settings: Hashable, tensors: Sequence[Tensor | None], own: Sequence[Tensor | None] = ()) -> Hashable:
+    """What a list depends on: settings (the kernel's config and all scalars included), and where and how every tensor lies.
+
+    own: contiguous tensors whose shapes follow from the settings and the other tensors' shapes.
+    """
+    return (settings, *[None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors],
+            *[None if tensor is None else tensor.data_ptr() for tensor in own])
 
 
 def find(key: Hashable) -> list[Any] | None:
@@ -30,13 +37,33 @@ def find(key: Hashable) -> list[Any] | None:
 
 def keep(key: Hashable, arguments: Sequence[Any], tensors: Sequence[Tensor | None]) -> None:
     """Keep a list, its tensors as addresses, unless an argument is a copy that was made for this launch alone: it lies in none of `tensors`."""
-    spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in (t.untyped_storage() for t in tensors if t is not None)]
-    addresses = [argument.data_ptr() for argument in arguments if isinstance(argument, Tensor)]
-    addresses += [argument.base.data_ptr() for argument in arguments if hasattr(argument, "base")]
-    if not all(any(first <= address <= last for first, last in spans) for address in addresses):
-        return
+    spans = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in (t.untyped_storage() for t in tensors if t is not None))
+    firsts = [first for first, _ in spans]
+    addresses = {argument.data_ptr() for argument in arguments if isinstance(argument, Tensor)}
+    addresses |= {argument.base.data_ptr() for argument in arguments if hasattr(argument, "base")}
+    for address in addresses:
+        place = bisect_right(firsts, address) - 1             # storages do not overlap
+        if place < 0 or address > spans[place][1]:
+            return
+    _keep(_LISTS, key, [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+
+def find_launch(key: Hashable) -> tuple[ReadyLaunch, int] | None:
+    """(the launch made ready for `key`, the blocks that are resident at once); None if there is none."""
+    return runtime.scratch.get(_LAUNCHES, {}).get(key)
+
+
+def keep_launch(key: Hashable, binary: Any, arguments: Sequence[Any], varying: Sequence[int], resident: int) -> None:
+    """Make the launch of `binary` ready for `key`, where a list is kept for it and Triton's launcher is one that is known."""
+    if key in runtime.scratch.get(_LISTS, {}):
+        ready = ready_launch(binary, arguments, varying)
+        if ready is not None:
+            _keep(_LAUNCHES, key, (ready, resident))
+
+
+def _keep(name: str, key: Hashable, value: Any) -> None:
     with runtime.lock:
-        lists = runtime.scratch.setdefault(_LISTS, {})
-        if len(lists) >= LIMIT:
-            lists.clear()
-        lists[key] = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+        kept = runtime.scratch.setdefault(name, {})
+        if len(kept) >= LIMIT:
+            kept.clear()
+        kept[key] = value

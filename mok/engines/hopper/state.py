@@ -6,11 +6,14 @@ beforehand, so that two graphs may be replayed at once and a replay holds one ke
 """
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from ...fabric.process_group import FabricTimeout
 from ...runtime import runtime
+from .compat import current_stream
 
 CONTROL_WORDS = 16            # equals sync.CONTROL_WORDS; words 3 to 6, 8 and 9 are written here
 SET_HEADER = 16               # equals gemm.SET_HEADER
@@ -20,6 +23,7 @@ MIN_CAPACITY = 4096           # row tiles: half a million rows
 WAITS = {1: "rows of x in the routed ring", 2: "h of a row tile", 3: "a free place in the ring of h", 4: "results to sum", 5: "a free place in the routed ring",
          11: "rows of dy or gates", 13: "dz of a row tile", 14: "all dz (backward)", 15: "rows of x (backward)", 16: "all rows of dx", 17: "gate slopes",
          18: "all CTAs to start (backward)", 19: "the number of published tasks at the end (backward)",
+         20: "z of a row tile (backward)",
          31: "the ids of a rank", 32: "the rows of x of a rank", 34: "results of other ranks to sum"}
 _BLOCKS, _RESERVE, _CAPTURED, _ERROR, _LIMIT = "hopper blocks", "hopper reserve", "hopper captured", "hopper error", "hopper spin limit"   # keys
 
@@ -55,7 +59,10 @@ def launch_state(device: torch.device, tiles: int) -> tuple[Tensor, int]:
     capacity = max(MIN_CAPACITY, 1 << (tiles - 1).bit_length())
     if torch.cuda.is_current_stream_capturing():
         return _captured_block(device, capacity), capacity
-    key = (_BLOCKS, device, torch.cuda.current_stream(device).cuda_stream)
+    key = (_BLOCKS, device, current_stream(device.index))
+    block, held = runtime.scratch.get(key, (None, 0))
+    if block is not None and held >= capacity:
+        return block, held
     with runtime.lock:
         block, held = runtime.scratch.get(key, (None, 0))
         if block is None or held < capacity:
@@ -88,7 +95,8 @@ def _error_record(device: torch.device) -> Tensor:
     with runtime.lock:
         if key not in runtime.scratch:
             runtime.scratch[key] = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
-            runtime.error_words.append(lambda: _timeout(device))
+            flag = ctypes.c_int32.from_address(runtime.scratch[key].data_ptr())
+            runtime.error_words.append(lambda: _timeout(device) if flag.value else None)
         return runtime.scratch[key]
 
 

@@ -2,9 +2,8 @@
 
 Row tiles come in groups of G ("minibatches"): first those of shared expert 0, then of shared expert 1, then the routed ones. Phases alternate
 gate/up of one group and down of the group before: up(0), up(1), down(0), up(2), down(1), ..., down(last), so that a down task's inputs were
-finished about one phase earlier (AHEAD = 1; with 2 groups ahead, two phases). Inside a phase the row tile runs fastest: neighbouring CTAs share a
-column of the weights. All phases together are one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ..., or with tickets whoever is free
-the next one. The producer walks the sequence and tells the other roles (gemm.TaskQueue).
+finished about one phase earlier. Inside a phase the row tile runs fastest: neighbouring CTAs share a column of the weights. All phases together are
+one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ... The producer walks the sequence and tells the other roles (gemm.TaskQueue).
 
 Example: G = 2, 3 routed tiles, 1 column of up tasks, 1 of down tasks, 2 CTAs. Phases: up tiles 0 1 | up 2 | down 0 1 | down 2.
 CTA 0: up 0, up 2, down 1; CTA 1: up 1, down 0, down 2.
@@ -97,11 +96,11 @@ class Order:
 
 
 @gluon.jit
-def make_order(s, AHEAD: gl.constexpr):
+def make_order(s):
     group_tiles = fresh(s.group_tiles)
     per_shared = gl.cdiv(token_tiles(s), group_tiles)
     before = fresh(s.num_shared) * per_shared
-    return Order(group_tiles, s.num_tiles, token_tiles(s), per_shared, before, 2 * (before + gl.cdiv(s.num_tiles, group_tiles)) + 2 * AHEAD)
+    return Order(group_tiles, s.num_tiles, token_tiles(s), per_shared, before, 2 * (before + gl.cdiv(s.num_tiles, group_tiles)) + 2)
 
 
 @gluon.jit
@@ -124,45 +123,39 @@ def group_first(group_tiles, num_tiles, segments, group, ALIGN: gl.constexpr):
 
 
 @gluon.jit
-def phase_group(o, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+def phase_group(o, phase):
     """(shared expert or -1, first row tile inside it, row tiles) of a phase; 0 row tiles where there is no such group."""
-    group = phase // 2 - phase % 2 * AHEAD
+    group = phase // 2 - phase % 2
     is_shared = group < o.shared_groups
     second = group >= o.groups_of_shared                  # there are at most two shared experts
     slot = gl.where(is_shared, second.to(gl.int32), -1)
     inside = gl.where(is_shared, gl.where(second, group - o.groups_of_shared, group), group - o.shared_groups)
     first = inside * o.group_tiles
     tiles = gl.minimum(o.group_tiles, gl.where(is_shared, o.token_tiles, o.num_tiles) - first)
-    if ALIGN:
-        routed = gl.maximum(inside, 0)
-        routed_first = group_first(o.group_tiles, o.num_tiles, segments, routed, ALIGN)
-        routed_tiles = group_first(o.group_tiles, o.num_tiles, segments, routed + 1, ALIGN) - routed_first
-        first = gl.where(is_shared, first, routed_first)
-        tiles = gl.where(is_shared, tiles, routed_tiles)
     return slot, first, gl.where(group < 0, 0, gl.maximum(tiles, 0))
 
 
 @gluon.jit
-def _phase_tasks(s, o, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
-    slot, _, tiles = phase_group(o, segments, phase, ALIGN, AHEAD)
+def _phase_tasks(s, o, phase):
+    slot, _, tiles = phase_group(o, phase)
     return tiles * gl.where(phase % 2 == 0, up_columns_of(s, slot), down_columns(s))
 
 
 @gluon.jit
-def seek(s, o, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+def seek(s, o, phase, index):
     """The task `index` places after the start of `phase`, as (phase, index inside that phase); phase == num_phases at the end."""
-    tasks = _phase_tasks(s, o, segments, phase, ALIGN, AHEAD)
+    tasks = _phase_tasks(s, o, phase)
     while (phase < o.num_phases) & (index >= tasks):
         index -= tasks
         phase += 1
-        tasks = _phase_tasks(s, o, segments, phase, ALIGN, AHEAD)
+        tasks = _phase_tasks(s, o, phase)
     return phase, index
 
 
 @gluon.jit
-def locate(o, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
+def locate(o, phase, index):
     """(is a down task, shared expert or -1, row tile inside it, column tile) of a task."""
-    slot, first, tiles = phase_group(o, segments, phase, ALIGN, AHEAD)
+    slot, first, tiles = phase_group(o, phase)
     # exact below 2^20 tasks a phase (launch.granularity sees to that): the nearest integer is at least 0.5 / tiles away
     column = ((index.to(gl.float32) + 0.5) / gl.maximum(tiles, 1).to(gl.float32)).to(gl.int32)
     return phase % 2 == 1, slot, first + index - column * tiles, column
