@@ -36,7 +36,7 @@ class Outcome:
     ended_at: float = 0.0
 
 
-def run_ranks(body: Callable[..., Any], W: int, device: str, *args: Any, limit_s: float, timeout_s: float = 60.0,
+def run_ranks(body: Callable[..., Any], W: int, device: str, *args: Any, limit_s: float, timeout_s: float = 90.0,
               on_message: Callable[[int, Any, list[Any]], None] = lambda rank, message, processes: None) -> list[Outcome]:
     """body(ranks, say, *args) on W processes. `say(message)` of a rank reaches on_message(rank, message, processes) here; after limit_s all are killed.
 

@@ -50,6 +50,9 @@ def test_two_ranks_train_as_one_does_twice_the_same_and_continue_to_the_bit(tmp_
     assert len(alone) == len(set(alone)) == 6 and together == pytest.approx(alone, rel=2e-3)
     assert first["audit"]["hash"] == second["audit"]["hash"] and audits[0].read_bytes() == audits[1].read_bytes()
     assert '"replicas differ"' not in audits[0].read_text()
+    replayed = subprocess.run([sys.executable, "-m", "mok", "audit", "replay", str(audits[0]), "--timeout", "60"], capture_output=True, text=True, cwd=ROOT,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)
+    assert replayed.returncode == 0 and "CONFIRMED: 6 of 6 steps" in replayed.stdout, replayed.stdout + replayed.stderr
     (tmp_path / "b" / "checkpoints" / "step-00000006").rename(tmp_path / "dropped")                # back to the checkpoint of step 3, and on from there
     train(tmp_path / "b", device, 2, "--resume", str(tmp_path / "b"))
     assert losses(tmp_path / "b") == together
