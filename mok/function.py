@@ -401,7 +401,7 @@ def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: R
     """One gradient for each of `wants`; None where not wanted, or where main_grad takes it."""
     all_wants = _wants(wants)
     if group_key:
-        agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants)
+        options = agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants, tensors, options)
     with _without_autocast(dy):
         grads = _engine(tensors.x, tensors.w_down, group_key).backward(plan, tensors, options, saved, dy, all_wants, main_grad)
     given = [grad if give else None for grad, give in zip(_flatten(grads, len(tensors.shared)), _returned(wants, main_grad is not None), strict=True)]

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..config import BLOCK_M
 from ..plan import RoutingPlan, count_ids
 from ..waves import wave_tiles
-from .hopper.expert_parallel_group import fused_plan
-from .protocol import Wants
+from .hopper.expert_parallel_group import fused_plan, in_words, runs_in_launch
+from .protocol import MoETensors, PassOptions, Wants
 
 _COUNTS_IN_HANDSHAKE = 2048     # counts of ids below this fit the handshake's message; beyond, they travel in one of their own
 
@@ -107,9 +107,16 @@ def _by_rank(rank: Tensor, row: Tensor, world_size: int) -> tuple[Tensor, list[i
     return valid[order], torch.bincount(rank[valid], minlength=world_size).tolist()
 
 
-def agree_on_backward(group: Any, signature: dict, wants: Wants) -> None:
-    """Backward's handshake: all ranks run it for the same layer and want the same gradients, or all raise."""
-    group.handshake({"pass": "backward", **signature, "wanted gradients": _names(wants)})
+def agree_on_backward(group: Any, signature: dict, wants: Wants, tensors: MoETensors, options: PassOptions) -> PassOptions:
+    """Backward's handshake: all ranks run it for the same layer and want the same gradients, or all raise.
+
+    Where the pass runs inside the launches these compare it themselves: then it is `agreed` of the options that are returned.
+    """
+    signature = {"pass": "backward", **signature, "wanted gradients": _names(wants)}
+    if runs_in_launch(group, tensors):
+        return replace(options, agreed=in_words(signature))
+    group.handshake(signature)
+    return options
 
 
 def _names(wants: Wants) -> list[str]:

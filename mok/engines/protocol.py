@@ -41,6 +41,7 @@ class PassOptions:
     """What is not a tensor: activation and its clamp, precision, overlap, and whether forward must keep what backward needs.
 
     recompute: None = backward reads `Saved`; "z" = it gets an empty one and makes z again from x, with forward's bits.
+    agreed: what the ranks of a group must have in common in this pass, where their launches compare it; "" where they have said it to one another.
     """
 
     activation: str = "swiglu"
@@ -49,6 +50,7 @@ class PassOptions:
     overlap: Overlap | None = None
     save_for_backward: bool = False
     recompute: str | None = None
+    agreed: str = ""
 
 
 @dataclass(frozen=True)

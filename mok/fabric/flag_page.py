@@ -13,13 +13,16 @@ MAX_RANKS = 128           # words of a flag: 512 bytes, four lines of L2
 
 IDS_READY = 0 * MAX_RANKS     # [r] exchanges whose ids rank r has written into its buffer ids[epoch % 2]
 X_READY = 1 * MAX_RANKS       # [r] launches for which rank r has staged its rows and zeroed its token counters
-X_CONSUMED = 2 * MAX_RANKS    # [r] launches in which rank r has pulled all rows that it needs from this rank
-ABORT = 3 * MAX_RANKS         # [r] 0, or why rank r has given up: the number of the wait that timed out, or ABORT_HOST
-PAGE_WORDS = 4 * MAX_RANKS    # the counters start here
+GRADS_READY = 2 * MAX_RANKS   # [r] backward launches for which rank r has staged what its peers pull: rows of dy and x, routing weights
+GRADS_SENT = 3 * MAX_RANKS    # [r] backward launches in which rank r has pulled all that it needs from this rank and pushed all that it sends here
+GRADS_PASS = 4 * MAX_RANKS    # [r] which pass rank r's `grads_ready` is for, a number made of its signature: no epoch
+ABORT = 5 * MAX_RANKS         # [r] 0, or why rank r has given up: the number of the wait that timed out, or ABORT_HOST
+PAGE_WORDS = 6 * MAX_RANKS    # the counters start here
 TOKEN_ARRIVED = PAGE_WORDS    # [t] results of token t that have been pushed here in this launch
 
 ABORT_HOST = 1 << 20          # rank r's host gave up, before a launch: bad arguments, or an error on its way there
-FLAGS = {"ids_ready": IDS_READY, "x_ready": X_READY, "x_consumed": X_CONSUMED, "abort": ABORT, "token_arrived": TOKEN_ARRIVED}
+FLAGS = {"ids_ready": IDS_READY, "x_ready": X_READY, "grads_ready": GRADS_READY, "grads_sent": GRADS_SENT, "grads_pass": GRADS_PASS,
+         "abort": ABORT, "token_arrived": TOKEN_ARRIVED}
 
 
 def page_bytes(max_tokens: int) -> int:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FILES = ("sync", "tasks", "gemm", "peers", "move", "expert_parallel_move", "expert_parallel_plan")
+FILES = ("sync", "tasks", "gemm", "peers", "move", "expert_parallel_move", "expert_parallel_plan", "backward_tasks", "backward_pipe", "backward_move",
+         "expert_parallel_backward_move")
 ROOT = Path(__file__).parents[2] / "mok" / "engines" / "hopper"
 PACKAGE = "mok_interpreted.engines.hopper"
 SIZES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "i1": 1}
@@ -176,6 +177,9 @@ class Block:
     def __floordiv__(self, other: Any) -> Block:
         return self._arithmetic(other, lambda a, b: np.where((a < 0) != (b < 0), -(np.abs(a) // np.abs(b)), np.abs(a) // np.abs(b)))     # as C divides
 
+    def __rfloordiv__(self, other: Any) -> Block:
+        return Block(other, kind_of(other)) // self
+
     def __mod__(self, other: Any) -> Block:
         return self._arithmetic(other, np.fmod)
 
@@ -252,6 +256,10 @@ class Language(types.ModuleType):
     @staticmethod
     def pointer_type(kind: str) -> str:
         return f"*{kind}"
+
+    @staticmethod
+    def static_range(count: int) -> range:
+        return range(count)
 
     @staticmethod
     def arange(begin: int, end: int, layout: Any = None) -> Block:

@@ -4,10 +4,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from oracle import Case
+from oracle import Case, named
 from torch import Tensor
 
-from mok.engines.protocol import MoETensors, PassOptions, Saved
+from mok.engines.protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from mok.plan import RoutingPlan, count_ids, experts_of_rank
 
 BF16 = torch.bfloat16
@@ -42,6 +42,7 @@ class Share:
     """One rank's part of a problem."""
     ids: Tensor
     tensors: MoETensors
+    dy: Tensor
 
 
 def shares(case: Case, cuts: list[int], num_experts: int) -> list[Share]:
@@ -51,7 +52,7 @@ def shares(case: Case, cuts: list[int], num_experts: int) -> list[Share]:
         tokens = slice(cuts[r], cuts[r + 1])
         first, count = experts_of_rank(num_experts, W, r)
         experts = [None if w is None else w[first:first + count] for w in (t.w_gate_up, t.w_down, t.b_gate_up, t.b_down)]
-        parts.append(Share(case.topk_ids[tokens], MoETensors(t.x[tokens], t.topk_weights[tokens], *experts, t.shared)))
+        parts.append(Share(case.topk_ids[tokens], MoETensors(t.x[tokens], t.topk_weights[tokens], *experts, t.shared), case.dy[tokens]))
     return parts
 
 
@@ -60,9 +61,14 @@ class Streams:
 
     def __init__(self, W: int, megabytes: int = 256) -> None:
         self.of_rank = [torch.cuda.Stream() for _ in range(W)]
+        self.megabytes = megabytes
+        self.fill()
+
+    def fill(self) -> None:
+        """Again, after something has emptied the cache."""
         for stream in self.of_rank:
             with torch.cuda.stream(stream):
-                blocks = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (megabytes, *[1] * 8)]
+                blocks = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (self.megabytes, *[1] * 16)]
                 del blocks
 
 
@@ -80,6 +86,58 @@ def run_ranks(groups, streams: Streams, parts: list[Share], options: PassOptions
             results[r] = groups[r].forward(plans[r], parts[r].tensors, options)
     torch.cuda.synchronize()
     return [(plans[r], *results[r]) for r in range(len(groups))]
+
+
+def run_backward(groups, streams: Streams, parts: list[Share], results, options: PassOptions, wants: Wants, main_grads: list[MainGrad] | None = None,
+                 order: list[int] | None = None) -> list[Grads]:
+    """Backward of every rank after `run_ranks` gave `results`, launched in `order`; waits for all."""
+    grads = {}
+    for r in list(range(len(groups))) if order is None else order:
+        with torch.cuda.stream(streams.of_rank[r]):
+            plan, _, saved = results[r]
+            grads[r] = groups[r].backward(plan, parts[r].tensors, options, saved, parts[r].dy, wants, main_grads[r] if main_grads else None)
+    torch.cuda.synchronize()
+    for group in groups:
+        group.raise_if_dead()
+    return [grads[r] for r in range(len(groups))]
+
+
+def assert_gradients_equal_one_rank(case: Case, parts: list[Share], grads: list[Grads], alone, wants: Wants) -> None:
+    """P3: gradients of the tokens side by side and of the experts one after the other have the bits of one rank's; a shared expert's are those that
+    one rank has for this rank's tokens alone."""
+    from mok.engines.hopper.engine import HopperEngine
+
+    plan, _, saved = alone
+    engine = HopperEngine()
+    whole = named(engine.backward(plan, case.tensors, case.options, saved, case.dy, wants, None))
+    for name, want in whole.items():
+        if want is not None and not name.startswith("shared"):
+            joined = torch.cat([named(grad)[name] for grad in grads])
+            assert joined.dtype == want.dtype and same_bits(joined, want), differences(name, joined, want)
+        elif not name.startswith("shared"):
+            assert all(named(grad)[name] is None for grad in grads), f"{name} was not wanted"
+    for r, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+        if not case.tensors.shared:
+            continue
+        own = replace(case, topk_ids=part.ids, dy=part.dy, tensors=replace(case.tensors, x=part.tensors.x, topk_weights=part.tensors.topk_weights.clone()))
+        own_plan, _, own_saved = one_rank(own)
+        wanted = named(engine.backward(own_plan, own.tensors, own.options, own_saved, own.dy, wants, None))
+        for name, want in wanted.items():
+            if name.startswith("shared"):
+                found = named(grad)[name]
+                assert (found is None) == (want is None) and (want is None or same_bits(found, want)), f"{name} of rank {r} differs"
+    torch.cuda.synchronize()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    kind = torch.int16 if a.dtype == BF16 else torch.int32
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def differences(name: str, a: Tensor, b: Tensor) -> str:
+    where = torch.nonzero((a != b).reshape(-1, a.shape[-1]))
+    return (f"{name}: {where.shape[0]} of {a.numel()} elements differ ({int(torch.isnan(a).sum())} NaN), rows {where[:, 0].unique()[:6].tolist()}.. "
+            f"of {a.reshape(-1, a.shape[-1]).shape[0]}, columns {where[:, 1].unique()[:6].tolist()}..")
 
 
 def one_rank(case: Case) -> tuple[RoutingPlan, Tensor, Saved]:

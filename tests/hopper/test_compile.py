@@ -66,8 +66,9 @@ def test_unknown_target():
         compile_check.compile_report("sm_80")
 
 
-# Of the binaries that make z again the plain one is compiled here; the activation is all that the others differ by. `mok verify --compile-only` has all.
-LEFT_OUT = ("backward_clamped_recompute", "backward_geglu_recompute", "backward_reglu_recompute")
+# Of the binaries that make z again, and of those of several ranks, the plain one is compiled here; the activation is all that the others differ by.
+# `mok verify --compile-only` has all.
+LEFT_OUT = tuple(f"backward_{act}_{kind}" for act in ("clamped", "geglu", "reglu") for kind in ("recompute", "ranks"))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,8 @@ def test_every_variant_compiles_to_multiplies_that_fit_the_chip(report):
     forward = [entry for entry in report if "forward" in entry["kernel"]]
     again = [name for name in names if "recompute" in name]
     alone = [name for name in names if "ranks" not in name and name not in again]
-    assert again == ["backward_swiglu_recompute"] and set(LEFT_OUT) < {name for name, _, _ in backward_launch.variants()}
+    assert again == ["backward_swiglu_recompute"] and set(LEFT_OUT) < {name for name, _, _ in [*backward_launch.variants(), *backward_launch.group_variants()]}
+    assert "backward_swiglu_ranks" in names
     assert len(set(names)) == len(names)
     assert len(alone) <= 8 and len(names) - len(alone) - 1 <= 8, "at most eight binaries for a precision, on one rank or several"
     assert len(forward) == 6 and all("backward" in name for name in names if "forward" not in name)

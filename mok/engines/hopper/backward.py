@@ -7,7 +7,7 @@ Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows 
 Limits: `limits.unsupported_reason`. Task order: backward_tasks.py. Roles, flags and fences: docs/kernels-backward.md.
 
 Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) x RECOMPUTE (z saved by forward, or made anew
-here: z = x[token] @ w_gate_up[e].T + b) = 8. Everything else, the wanted gradients included, is a run-time value.
+here: z = x[token] @ w_gate_up[e].T + b) = 8 on one rank; on several ACT = 4. Everything else, the wanted gradients included, is a run-time value.
 """
 from dataclasses import dataclass
 
@@ -51,7 +51,9 @@ from .backward_tasks import (
     shared_wants,
 )
 from .compat import reinterpret, thread_barrier
+from .expert_parallel_backward_move import group_mover, stage_gradients
 from .gemm import SET_HEADER
+from .peers import tell_abort
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
 
 MOVER_WARPS = 2
@@ -64,8 +66,10 @@ class BackwardConfig:
 
     recompute: z is made anew inside the launch, in scratch, instead of read from what forward saved.
     align: groups of row tiles end where experts end; ahead: groups between a DH task and the DX tasks that read its dz.
+    several_ranks: rows come from and gradients go to the other ranks of a group.
     """
     act: int
+    several_ranks: bool = False
     stagger: int = 1              # measured for forward (H200, 2026-11-30): with more, too few of the four stages are left to load ahead
     copy_rows: int = 8
     align: bool = False
@@ -79,17 +83,20 @@ class BackwardConfig:
             raise ValueError(f"act={self.act} must be 0 to {REGLU.value}")
         if self.ahead < 1:
             raise ValueError(f"ahead={self.ahead} must be at least 1")
+        if self.several_ranks and self.recompute:
+            raise ValueError("recompute=True must be False on several ranks")
         if not 0 <= self.stagger < NUM_STAGES.value:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
         return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows,
-                "ALIGN": int(self.align), "AHEAD": self.ahead, "RECOMPUTE": int(self.recompute), "DEBUG": self.debug, "OMIT": self.omit,
+                "EP": int(self.several_ranks), "ALIGN": int(self.align), "AHEAD": self.ahead, "RECOMPUTE": int(self.recompute), "DEBUG": self.debug,
+                "OMIT": self.omit,
                 "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 200, "HELPER_REGISTERS": 104}
 
 
 INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "set_words",
-            "group_tiles", "shared_results_row", "features", "wants", "activation"]
+            "group_tiles", "shared_results_row", "features", "wants", "activation", "pass_number"]
 # bits of `features`
 GATED = gl.constexpr(3)
 HAS_B_DOWN = gl.constexpr(4)
@@ -121,6 +128,15 @@ def _begin_launch(state, set_words):
 
 
 @gluon.jit
+def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr,
+           RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    if EP:
+        group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, 1, NW, OMIT, DEBUG)
+    else:
+        mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, NW, RECOMPUTE, OMIT, DEBUG)
+
+
+@gluon.jit
 def _audit(s, flags, totals, state, RECOMPUTE: gl.constexpr):
     """The last CTA to finish checks that exactly the tasks that roles waited for were published; a mismatch is reported as a time-out is (rule 8)."""
     finished = gl.atomic_add(totals + FINISHED, 1, sem="acq_rel", scope="gpu")
@@ -144,8 +160,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      d_gate_1, d_up, d_down, d_shared_up_0, d_shared_down_0, d_shared_up_1, d_shared_down_1, gates, gate_slopes, partials,
                      topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
-                     capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit, b_up,
-                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
+                     capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit, b_up, row_to_rank, row_weights, pass_number,
+                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, EP: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
                      RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr, OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                      HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -186,23 +202,26 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     if RECOMPUTE:
         x_ready += 1 + capacity + num_shared * s.token_tiles
     flags = BackwardFlags(totals, first, first + capacity, gates_ready, x_ready, state, capacity)
-    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, topk_weights, gates, features & GATED, partials, main_up, main_down,
+    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, row_weights if EP else topk_weights, gates, features & GATED, partials,
+                main_up, main_down,
                 features & INTO_MAIN_GRAD, activation, limit)
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
-             d_gate_1, gate_slopes, K, E)
+             d_gate_1, gate_slopes, K, E, row_to_rank)
+    if EP:
+        stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, DEBUG)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
     recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()
     gl.warp_specialize([
-        (consume, (s, rows, flags, pipe, tasks, out_0, bias_up, 0, ACT, STAGGER, RECOMPUTE, OMIT, DEBUG)),
-        (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, 1, ACT, STAGGER, RECOMPUTE, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_0, bias_up, 0, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
+        (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, 1, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
         (producer, (s, rows, flags, pipe, tasks, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
                     (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), ALIGN, AHEAD, RECOMPUTE, DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
-                  shared_results_row, recomputed, RECOMPUTE, DEBUG)),
-        (mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, MOVER_WARPS, RECOMPUTE, OMIT,
-                 DEBUG)),
+                  shared_results_row, recomputed, ALIGN, AHEAD, RECOMPUTE, DEBUG)),
+        (_mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, MOVER_WARPS,
+                  EP, RECOMPUTE, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
     _audit(s, flags, totals, state, RECOMPUTE)
@@ -222,6 +241,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
         _poison(db_down, E.to(gl.int64) * H, (wants & WANT_BIAS_DOWN) != 0, tickets + 5)
         _poison_shared(d_shared_up_0, d_shared_down_0, d_gate_0, H, I_0, shared_wants(s, T * 0), tickets + 6)
         _poison_shared(d_shared_up_1, d_shared_down_1, d_gate_1, H, I_1, shared_wants(s, T * 0 + 1), tickets + 8)
+        if EP:
+            tell_abort(state)
 
 
 @gluon.jit

@@ -202,14 +202,18 @@ def _routes(rows, slot, tile, is_dh, LAYOUT: gl.constexpr, WG: gl.constexpr):
 
 @gluon.jit
 def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr,
-                 OMIT: gl.constexpr):
+                 EP: gl.constexpr, OMIT: gl.constexpr):
     """The four z-steps of a DH task and its partials of d_topk_weights (of the gate's gradient, for a shared expert)."""
     q0, q1, q2, q3 = quarters
     # Also for a task without k-steps: what the producer acquired before it loaded the first stage (gates, pulled weights) is there only now.
     mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     valid = route >= 0
-    weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
+    if EP:
+        # pulled by the movers, by row: the producer acquired their counter, that of the rows of dy, before this task's first stage
+        weight = gl.load(rows.topk_weights + row, mask=valid, other=0.0)
+    else:
+        weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
     if slot >= 0:
         # the movers' gates: the producer acquired their counter before it loaded this task's first stage
         valid = row < s.T
@@ -264,8 +268,8 @@ def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT
 
 
 @gluon.jit
-def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, RECOMPUTE: gl.constexpr,
-            OMIT: gl.constexpr, DEBUG: gl.constexpr):
+def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, EP: gl.constexpr,
+            RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
@@ -301,7 +305,7 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
             # (its message C7515; measured 0.58 of the roof instead of 0.8).
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False, False)
             if kind == DH:
-                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, OMIT)
+                it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, EP, OMIT)
             else:
                 it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
         else:

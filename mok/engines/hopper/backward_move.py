@@ -27,6 +27,7 @@ from .backward_tasks import (
 )
 from .compat import aggregate, thread_barrier
 from .gemm import LOG2_E
+from .peers import OWN_SLOTS, peers_of, rows_at
 from .sync import add_release, fence_proxy, nap, wait_at_least
 
 PIECE_ROWS = gl.constexpr(16)      # TILE_M / COPY_PARTS
@@ -40,6 +41,7 @@ class Sums:
     """Where the final sums come from and go to. gate_i, d_gate_i: weights of the shared experts' gates and their gradients, (H,) bf16.
 
     gate_slopes: (num_shared, token rows) fp32, d of the gate's logit. has_b_down: whether d_topk_weights has the down bias's term.
+    row_to_rank: home of each row's token, on several ranks.
     """
     dx: gl.tensor
     results: gl.tensor
@@ -58,10 +60,11 @@ class Sums:
     gate_slopes: gl.tensor
     K: gl.tensor
     num_experts: gl.tensor
+    row_to_rank: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, has_b_down, dz, db_up, db_down, gate_0, gate_1,
-                 d_gate_0, d_gate_1, gate_slopes, K, num_experts):
+                 d_gate_0, d_gate_1, gate_slopes, K, num_experts, row_to_rank):
         self.dx = dx
         self.results = results
         self.shared_results_row = shared_results_row
@@ -79,6 +82,7 @@ class Sums:
         self.gate_slopes = gate_slopes
         self.K = K
         self.num_experts = num_experts
+        self.row_to_rank = row_to_rank
 
 
 @aggregate
@@ -94,8 +98,11 @@ class Source:
 
 
 @gluon.jit
-def _copy_piece(s, rows, source, target, piece, K, ROWS: gl.constexpr, NW: gl.constexpr):
-    """16 rows of the plan from their tokens' rows, padding rows as zeros (rule 9), in vectors of 16 bytes."""
+def _copy_piece(s, rows, source, target, piece, m, control, PEERS: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
+    """16 rows of the plan from their tokens' rows, padding rows as zeros (rule 9), in vectors of 16 bytes.
+
+    PEERS: 0, or the words of the table of peers that say where each home rank has staged its rows.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, NW], [1, 0])
     COLUMNS: gl.constexpr = 256 * NW
     lanes = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
@@ -104,8 +111,12 @@ def _copy_piece(s, rows, source, target, piece, K, ROWS: gl.constexpr, NW: gl.co
         row = piece * PIECE_ROWS + j * ROWS + lanes
         slot = gl.load(rows.row_to_slot + row)
         valid = slot >= 0
-        token = gl.where(valid, slot, 0) // K
-        start = source.x + token.to(gl.int64)[:, None] * source.x_stride + columns[None, :]
+        token = gl.where(valid, slot, 0) // m.K
+        if PEERS:
+            home = gl.maximum(gl.load(m.row_to_rank + row), 0)
+            start = (rows_at(target, gl.load(peers_of(control) + PEERS + home)) + token.to(gl.int64) * s.H)[:, None] + columns[None, :]
+        else:
+            start = source.x + token.to(gl.int64)[:, None] * source.x_stride + columns[None, :]
         to = target + row.to(gl.int64)[:, None] * s.H + columns[None, :]
         for c in range(0, s.H, COLUMNS):
             inside = ((c + columns) < s.H)[None, :]
@@ -209,30 +220,36 @@ def _gate_slopes(s, rows, flags, m, NW: gl.constexpr):
 
 
 @gluon.jit
-def _result_row(m, s, token, k, columns, inside):
-    """Row of route k of a token; zeros, and nothing is loaded, where there is no such route."""
+def _result_row(m, s, results, token, k, columns, inside, EP: gl.constexpr):
+    """Row of route k of a token, which on several ranks lies in its slot; zeros, and nothing is loaded, where there is no such route."""
     row = gl.load(m.slot_to_row + token * m.K + k, mask=k < m.K, other=-1)
-    return gl.load(m.results + gl.maximum(row, 0).to(gl.int64) * s.H + columns, mask=inside & (row >= 0), other=0.0)
+    if EP:
+        return gl.load(results + (token * m.K + k).to(gl.int64) * s.H + columns, mask=inside & (row >= 0), other=0.0)
+    else:
+        return gl.load(results + gl.maximum(row, 0).to(gl.int64) * s.H + columns, mask=inside & (row >= 0), other=0.0)
 
 
 @gluon.jit
-def _sum_dx(s, rows, m, token, start, VECTORS: gl.constexpr, NW: gl.constexpr):
+def _sum_dx(s, rows, m, control, token, start, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr):
     """dx[token]: from `start` (+0, or NaN after an abort) routes in k order, then shared experts in order, one rounding."""
     L: gl.constexpr = gl.BlockedLayout([8], [32], [NW], [0])
     COLUMNS: gl.constexpr = 256 * NW * VECTORS
     columns = gl.arange(0, COLUMNS, layout=L)
+    results = m.results
+    if EP:
+        results = rows_at(m.dx, gl.load(peers_of(control) + OWN_SLOTS))
     for c in range(0, s.H, COLUMNS):
         inside = c + columns < s.H
         acc = gl.zeros([COLUMNS], gl.float32, L) + start
         for k in range(0, m.K, 8):
-            v0 = _result_row(m, s, token, k, c + columns, inside)
-            v1 = _result_row(m, s, token, k + 1, c + columns, inside)
-            v2 = _result_row(m, s, token, k + 2, c + columns, inside)
-            v3 = _result_row(m, s, token, k + 3, c + columns, inside)
-            v4 = _result_row(m, s, token, k + 4, c + columns, inside)
-            v5 = _result_row(m, s, token, k + 5, c + columns, inside)
-            v6 = _result_row(m, s, token, k + 6, c + columns, inside)
-            v7 = _result_row(m, s, token, k + 7, c + columns, inside)
+            v0 = _result_row(m, s, results, token, k, c + columns, inside, EP)
+            v1 = _result_row(m, s, results, token, k + 1, c + columns, inside, EP)
+            v2 = _result_row(m, s, results, token, k + 2, c + columns, inside, EP)
+            v3 = _result_row(m, s, results, token, k + 3, c + columns, inside, EP)
+            v4 = _result_row(m, s, results, token, k + 4, c + columns, inside, EP)
+            v5 = _result_row(m, s, results, token, k + 5, c + columns, inside, EP)
+            v6 = _result_row(m, s, results, token, k + 6, c + columns, inside, EP)
+            v7 = _result_row(m, s, results, token, k + 7, c + columns, inside, EP)
             # adding +0 for a route that is not there changes nothing: the chain starts from +0, so it never holds -0
             acc += v0.to(gl.float32)
             acc += v1.to(gl.float32)
@@ -253,7 +270,7 @@ def _sum_dx(s, rows, m, token, start, VECTORS: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def finish_dx(s, rows, flags, m, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+def finish_dx(s, rows, flags, m, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, DEBUG: gl.constexpr):
     """Sum dx by tickets of tokens once every DX task is stored; movers and, after their last GEMM, consumers."""
     if (s.wants & WANT_X) != 0:
         wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
@@ -267,13 +284,14 @@ def finish_dx(s, rows, flags, m, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG:
             for j in range(TICKET_TOKENS):
                 token = ticket * TICKET_TOKENS + j
                 if token < s.T:
-                    _sum_dx(s, rows, m, token, 0.0, VECTORS, NW)
+                    _sum_dx(s, rows, m, flags.control, token, 0.0, VECTORS, NW, EP)
             ticket = gl.atomic_add(flags.totals + TICKET, 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 def _column_sums(source, stride, first, count, columns, inside, weights, route, K, WEIGHTED: gl.constexpr, L: gl.constexpr):
-    """Sum over rows first..first+count-1, in order, of source[row] (fp32); WEIGHTED: of weights[slot] * source[token of slot], slot = route[row]."""
+    """Sum over rows first..first+count-1, in order, of source[row] (fp32); WEIGHTED 1: of weights[slot] * source[token of slot], slot = route[row];
+    2: of weights[row] * source[row]."""
     acc = columns.to(gl.float32) * 0.0
     for r in range(0, count, 4):
         v0, w0 = _weighted_row(source, stride, first + r, r < count, columns, inside, weights, route, K, WEIGHTED)
@@ -292,7 +310,9 @@ def _weighted_row(source, stride, row, there, columns, inside, weights, route, K
     """(row of bf16, its weight in every lane) for _column_sums; weight 0 and no load behind the last row."""
     weight = gl.where(there, 1.0, 0.0)
     place = row
-    if WEIGHTED:
+    if WEIGHTED == 2:
+        weight = gl.load(weights + row, mask=there, other=0.0)
+    elif WEIGHTED:
         slot = gl.load(route + row, mask=there, other=0)
         weight = gl.load(weights + slot, mask=there, other=0.0)
         place = slot // K
@@ -301,8 +321,11 @@ def _weighted_row(source, stride, row, there, columns, inside, weights, route, K
 
 
 @gluon.jit
-def _bias_sums(s, rows, m, dy, NW: gl.constexpr):
-    """db_gate_up[e] = sum of dz rows, db_down[e] = sum of weight * dy rows, in canonical order; an expert without rows gets zeros."""
+def _bias_sums(s, rows, m, dy, NW: gl.constexpr, EP: gl.constexpr):
+    """db_gate_up[e] = sum of dz rows, db_down[e] = sum of weight * dy rows, in canonical order; an expert without rows gets zeros.
+
+    dy: rows of tokens; on several ranks rows of the plan, as the weights.
+    """
     L: gl.constexpr = gl.BlockedLayout([8], [32], [NW], [0])
     COLUMNS: gl.constexpr = 256 * NW
     lanes = gl.arange(0, COLUMNS, layout=L)
@@ -317,12 +340,12 @@ def _bias_sums(s, rows, m, dy, NW: gl.constexpr):
         if block < up_blocks:
             columns = block * COLUMNS + lanes
             inside = columns < 2 * s.I
-            acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, False, L)
+            acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 0, L)
             gl.store(m.db_up + e.to(gl.int64) * (2 * s.I) + columns, acc.to(gl.bfloat16), mask=inside)
         else:
             columns = (block - up_blocks) * COLUMNS + lanes
             inside = columns < s.H
-            acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, True, L)
+            acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 1 + EP, L)
             gl.store(m.db_down + e.to(gl.int64) * s.H + columns, acc.to(gl.bfloat16), mask=inside)
 
 
@@ -372,9 +395,9 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 11, DEBUG)
             if RECOMPUTE and OMIT & 2 == 0:
-                _copy_piece(s, rows, x, x_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
+                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
-                _copy_piece(s, rows, dy, dy_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
+                _copy_piece(s, rows, dy, dy_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
             thread_barrier()
             add_release(flags.dy_ready + piece // COPY_PARTS, 1)
@@ -385,7 +408,7 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
             nap(piece + 13, DEBUG)
             counter = _expert_pieces(s, rows, flags, piece)
             if OMIT & 2 == 0:
-                _copy_piece(s, rows, x, x_rows, piece, m.K, COPY_ROWS_AT_ONCE, NW)
+                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer
             thread_barrier()
             add_release(counter, 1)
@@ -403,9 +426,9 @@ def _final_sums(s, rows, flags, m, dy, x, VECTORS: gl.constexpr, NW: gl.constexp
         _slot_pieces(s, rows, flags, m, dy, NW)
     if rows.gated != 0:
         _gate_slopes(s, rows, flags, m, NW)
-    finish_dx(s, rows, flags, m, VECTORS, NW, DEBUG)
+    finish_dx(s, rows, flags, m, VECTORS, NW, 0, DEBUG)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
-        _bias_sums(s, rows, m, dy, NW)
+        _bias_sums(s, rows, m, dy, NW, 0)
     if rows.gated != 0:
         wait_at_least(flags.totals + SLOTS_DONE, gl.cdiv(s.T, SLOT_PIECE), flags.control, WAIT_SLOTS, s.T)
         thread_barrier()

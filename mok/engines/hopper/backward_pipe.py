@@ -58,6 +58,7 @@ WAIT_SLOTS = gl.constexpr(17)
 WAIT_START = gl.constexpr(18)
 WAIT_AUDIT = gl.constexpr(19)
 WAIT_Z = gl.constexpr(20)
+WAIT_Z_PLACE = gl.constexpr(21)
 
 
 @aggregate
@@ -196,6 +197,8 @@ TICKET, DH_DONE, DX_DONE, SLOTS_DONE, FINISHED = gl.constexpr(0), gl.constexpr(1
 @aggregate
 class Rows:
     """Per-row inputs of the DH epilogue and the plan. gated: bit i = shared expert i has a gate; gates: (num_shared, token rows) fp32.
+
+    topk_weights: fp32 by slot; on several ranks by row, where the movers put what they pull.
 
     partials: fp32 <dh, h> of each (column tile, row); routed first, (columns, capacity rows), then each shared expert, (columns, token rows).
     """

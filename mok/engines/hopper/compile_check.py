@@ -48,6 +48,7 @@ def problems(report: list[dict[str, Any]]) -> list[str]:
 def compile_variants(capability: int, leave_out: Sequence[str] = ()) -> list[tuple[str, Any]]:
     """(name, Triton's compiled kernel) of every production variant but those in `leave_out`."""
     try:
+        from .backward_launch import group_variants as backward_group_variants
         from .backward_launch import variants as backward_variants
         from .launch import group_variants
         from .launch import variants as forward_variants
@@ -57,7 +58,7 @@ def compile_variants(capability: int, leave_out: Sequence[str] = ()) -> list[tup
     from triton.compiler.compiler import compile as triton_compile
 
     compiled = []
-    for name, source, options in [*forward_variants(), *group_variants(), *backward_variants()]:
+    for name, source, options in [*forward_variants(), *group_variants(), *backward_variants(), *backward_group_variants()]:
         if name not in leave_out:
             compiled.append((name, triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
     return compiled

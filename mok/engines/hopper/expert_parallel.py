@@ -17,8 +17,8 @@ from ...fabric.flag_page import ABORT_HOST, MAX_RANKS, page_bytes
 from ...fabric.process_group import FabricError, FabricTimeout
 from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
-from ..protocol import MoETensors, PassOptions, Saved
-from . import expert_parallel_plan, launch, plan_kernel
+from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
+from . import backward_launch, expert_parallel_plan, launch, plan_kernel
 from .expert_parallel_plan import EXCHANGE_LAUNCH, _exchange_ids_kernel, ids_words
 from .forward import ForwardConfig
 from .launch import GroupLaunch
@@ -27,7 +27,7 @@ from .peers import TABLE_WORDS
 from .state import WAITS, group_state
 
 _SIGNATURE_BITS = 31
-_OF_PEER = (31, 32)            # waits whose tile is a rank
+_OF_PEER = (31, 32, 33, 37)    # waits whose tile is a rank
 _SIGNATURE, _ABORTED = 35, 36  # equal sync.WAIT_SIGNATURE, sync.WAIT_ABORTED
 
 
@@ -40,19 +40,24 @@ class Buffers(Protocol):
 
 
 def buffer_sizes(max_tokens: int, hidden_size: int, top_k: int) -> dict[str, int]:
-    """Bytes of each peer-reachable buffer of a rank: flags, ids (two halves), staged rows of x, and the slots that results are pushed into."""
+    """Bytes of each peer-reachable buffer of a rank: flags, ids (two halves), staged rows of x, and the slots that results are pushed into; for backward
+    staged rows of dy and routing weights, and the slots of the latter's gradients."""
     return {"flags": page_bytes(max_tokens), "ids": 4 * ids_words(max_tokens, top_k), "x": 2 * max_tokens * hidden_size,
-            "slots": 2 * max_tokens * top_k * hidden_size}
+            "slots": 2 * max_tokens * top_k * hidden_size, "dy": 2 * max_tokens * hidden_size, "weights": 4 * max_tokens * top_k,
+            "weight_slots": 4 * max_tokens * top_k}
 
 
 def peer_table(memory: Buffers, rank: int, world_size: int) -> Tensor:
     """The table that kernels find peers in (peers.py), int64 on the device."""
     device = memory.local["flags"].device
-    addresses = {name: memory.table[name].cpu() for name in ("flags", "ids", "x", "slots")}
+    addresses = {name: memory.table[name].cpu() for name in ("flags", "ids", "x", "slots", "dy", "weights", "weight_slots")}
     table = torch.zeros(TABLE_WORDS, dtype=torch.int64, device="cpu")
     table[0], table[1] = rank, world_size
-    table[2], table[3], table[4] = addresses["flags"][rank], addresses["x"][rank] >> 4, addresses["slots"][rank] >> 4
-    for place, values in enumerate((addresses["flags"], addresses["ids"], addresses["x"] >> 4, addresses["slots"] >> 4)):
+    for name in ("x", "slots", "dy"):
+        addresses[name] = addresses[name] >> 4
+    for word, name in enumerate(("flags", "x", "slots", "dy", "weights", "weight_slots"), 2):
+        table[word] = addresses[name][rank]
+    for place, values in enumerate(addresses.values()):
         begin = 8 + place * MAX_RANKS
         table[begin:begin + world_size] = values
     return table.to(device)
@@ -81,6 +86,7 @@ class FusedGroup:
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
         self._signatures: dict[int, str] = {}
+        self._backward_variants: set[tuple[int, bool]] = set()
         self._stream: torch.cuda.Stream | None = None
         self._event = torch.cuda.Event()
         with torch.cuda.device(self.device):
@@ -124,6 +130,34 @@ class FusedGroup:
         config = ForwardConfig(options.save_for_backward, several_ranks=True, debug=self.debug)
         with _Ordered(self):
             return launch.forward(plan, tensors, options, config, group=self.launch)
+
+    def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
+                 main_grad: MainGrad | None) -> Grads:
+        """One launch: the gradients that `wants` names, the same ones on every rank, for dy (T, H). Every rank launches, also one without tokens.
+
+        plan and saved are forward's; other passes of the group may have run since. options.agreed: what ranks compare, beside `wants`.
+        """
+        self.raise_if_dead()
+        self.load_backward(options)
+        agreed = options.agreed or f"backward, {wants}"
+        number = signature_number(agreed)
+        self._signatures[number] = agreed
+        with _Ordered(self):
+            return backward_launch.group_backward(plan, tensors, options, saved, dy, wants, main_grad, self.launch, number, self.debug)
+
+    def load_backward(self, options: PassOptions) -> None:
+        """Compile and load the backward variant of this activation, once.
+
+        Plain SwiGLU's is loaded when the group is built, the others when a plan first names them, which all ranks do at the same place. A load may wait
+        for this rank's kernels in flight; these wait for peers' launches of earlier passes alone, and of two ranks that load, the one that is behind
+        finds those launched. So no circle (rule 7), unless one thread drives several ranks; then the first rank's load serves all.
+        """
+        variant = (backward_launch.VARIANTS[backward_launch._variant(options)], self.debug)
+        if variant not in self._backward_variants:
+            plan, tensors = self._smallest_pass()
+            with torch.cuda.device(self.device):
+                backward_launch.load_group_backward(plan, tensors, options, self.launch, self.debug)
+            self._backward_variants.add(variant)
 
     def give_up(self, why: str) -> None:
         """Tell the peers that this rank will not come; the group is dead. Does not wait for kernels."""
@@ -170,13 +204,19 @@ class FusedGroup:
             _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)._init_handles()
             whole = plan_kernel.build_plan(self._everybody, self.num_experts)
             expert_parallel_plan.cut_plan(whole, typed, self.num_experts, self.rank, self.world_size, self.max_tokens)
-        experts = experts_of_rank(self.num_experts, self.world_size, self.rank)[1]
-        H, I = self.hidden_size, 16
-        plan = empty_plan(ids, experts, launch.TILE)
-        tensors = MoETensors(ids.new_zeros((1, H), dtype=torch.bfloat16), ids.new_zeros((1, self.top_k), dtype=torch.float32),
-                             ids.new_zeros((experts, 2 * I, H), dtype=torch.bfloat16), ids.new_zeros((experts, H, I), dtype=torch.bfloat16))
+        plan, tensors = self._smallest_pass()
         for save in (False, True):
             launch.load(plan, tensors, PassOptions(save_for_backward=save), ForwardConfig(save, several_ranks=True, debug=self.debug), self.launch)
+        self.load_backward(PassOptions())
+
+    def _smallest_pass(self) -> tuple[RoutingPlan, MoETensors]:
+        """Arguments of every kernel's types, for loading it."""
+        ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=self.device)
+        experts = experts_of_rank(self.num_experts, self.world_size, self.rank)[1]
+        H, I = self.hidden_size, 16
+        tensors = MoETensors(ids.new_zeros((1, H), dtype=torch.bfloat16), ids.new_zeros((1, self.top_k), dtype=torch.float32),
+                             ids.new_zeros((experts, 2 * I, H), dtype=torch.bfloat16), ids.new_zeros((experts, H, I), dtype=torch.bfloat16))
+        return empty_plan(ids, experts, launch.TILE), tensors
 
 
 class _Ordered:

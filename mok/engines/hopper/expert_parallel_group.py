@@ -106,28 +106,45 @@ def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: 
     fused = fused_of(group, topk_ids.device, signature["dtype"], int(signature["H"]), int(signature["I"]), int(signature["K"]))
     if fused is None:
         return None
-    return fused.build_plan(topk_ids, num_local_experts, ", ".join(f"{name}={value}" for name, value in signature.items()))
+    if str([]) != signature.get("wanted gradients", str([])):
+        limit = signature["swiglu_limit"]
+        fused.load_backward(PassOptions(signature["activation"], None if limit == str(None) else float(limit)))
+    return fused.build_plan(topk_ids, num_local_experts, in_words(signature))
+
+
+def in_words(signature: dict[str, Any]) -> str:
+    """What ranks compare in a pass, as errors name it."""
+    return ", ".join(f"{name}={value}" for name, value in signature.items())
+
+
+def runs_in_launch(group: Any, tensors: MoETensors) -> bool:
+    """Whether the group's passes on these tensors run inside the launches: forward and backward alike, for the sizes alone decide."""
+    if group.fused is None:
+        return False
+    x = tensors.x
+    if fused_of(group, x.device, str(x.dtype), x.shape[1], tensors.w_down.shape[2], tensors.topk_weights.shape[1]) is None:
+        return False
+    reason = unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared))
+    if reason is not None:
+        runtime.say_once(f"mok: a pass runs over the process group, not inside the kernels: {reason}")
+    return reason is None
 
 
 class GroupPasses:
-    """The passes of an ExpertGroup that has a FusedGroup: forward inside the launch, backward over the process group, as is whatever does not fit."""
+    """The passes of an ExpertGroup that has a FusedGroup: inside the launches, but for those that do not fit, which go over the process group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
-        x = tensors.x
-        fused = fused_of(self._group, x.device, str(x.dtype), x.shape[1], tensors.w_down.shape[2], tensors.topk_weights.shape[1])
-        reason = unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared))
-        if fused is not None and reason is None:
-            return fused.forward(plan, tensors, options)
-        if fused is not None:
-            runtime.say_once(f"mok: a pass runs over the process group, not inside the kernels: {reason}")
+        if runs_in_launch(self._group, tensors):
+            return self._group.fused.forward(plan, tensors, options)
         return self._over_process_group().forward(plan, tensors, options)
 
     def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
                  main_grad: MainGrad | None) -> Grads:
-        runtime.say_once("mok: backward of several ranks runs over the process group: several kernels and a host sync, no graph capture")
+        if runs_in_launch(self._group, tensors):
+            return self._group.fused.backward(plan, tensors, options, saved, dy, wants, main_grad)
         return self._over_process_group().backward(plan, tensors, options, saved, dy, wants, main_grad)
 
     def _over_process_group(self) -> Any:

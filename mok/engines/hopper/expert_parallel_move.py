@@ -32,28 +32,34 @@ from .tasks import BLOCK_M, down_columns, up_columns_of
 
 
 @gluon.jit
+def stage_rows(s, source, stride_8, buffer, VECTORS: gl.constexpr):
+    """This CTA's share of its rank's rows into a buffer without gaps between them, by four warps. stride_8: of the source's rows, in 8 elements."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    ROWS: gl.constexpr = 8
+    COLUMNS: gl.constexpr = 256 * VECTORS
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    for first in range(gl.program_id(0) * ROWS, fresh(s.T), gl.num_programs(0) * ROWS):
+        token = (first + rows).to(gl.int64)
+        inside = first + rows < s.T
+        begin = source + token * (fresh(stride_8) * 8)
+        for c in range(0, fresh(s.H), COLUMNS):
+            mask = inside[:, None] & (c + columns < s.H)[None, :]
+            value = gl.load(begin[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
+            gl.store(buffer + (token * s.H)[:, None] + (c + columns)[None, :], value, mask=mask)
+
+
+@gluon.jit
 def stage_tokens(s, t, flags, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
     """Copy this rank's tokens to where peers read them, zero the counters of arrived results, publish `x_ready` (rule 5).
 
     By consumer 1 of every CTA, which has nothing to multiply yet, before it takes part in the sort of tokens that every role waits for before it
     sums: so nobody takes the last launch's counts for this one's. (By both consumers, or before the roles start, a multiply loop spills: Triton 3.6.)
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    ROWS: gl.constexpr = 8
-    COLUMNS: gl.constexpr = 256 * VECTORS
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     buffer = rows_at(t.out, gl.load(peers_of(flags.control) + OWN_X))
     arrived = own_page(flags.control) + TOKEN_ARRIVED
-    for first in range(gl.program_id(0) * ROWS, fresh(s.T), gl.num_programs(0) * ROWS):
-        token = (first + rows).to(gl.int64)
-        inside = first + rows < s.T
-        source = t.x + token * (fresh(t.x_stride) * 8)
-        for c in range(0, fresh(s.H), COLUMNS):
-            mask = inside[:, None] & (c + columns < s.H)[None, :]
-            value = gl.load(source[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
-            gl.store(buffer + (token * s.H)[:, None] + (c + columns)[None, :], value, mask=mask)
+    stage_rows(s, t.x, t.x_stride, buffer, VECTORS)
     for first in range(gl.program_id(0) * 128, fresh(s.T), gl.num_programs(0) * 128):
         gl.store(arrived + first + lanes, lanes * 0, mask=first + lanes < s.T)
     nap(gl.program_id(0) * 31 + t.epoch, DEBUG)
@@ -64,16 +70,35 @@ def stage_tokens(s, t, flags, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
 
 
 @gluon.jit
-def _home_of(t, row):
+def home_of(row_to_slot, row_to_rank, row):
     """(whether there is one, home rank, slot there) of the result in a plan row."""
-    slot = gl.load(t.row_to_slot + row)
-    return slot >= 0, gl.maximum(gl.load(t.row_to_rank + row), 0), gl.maximum(slot, 0)
+    slot = gl.load(row_to_slot + row)
+    return slot >= 0, gl.maximum(gl.load(row_to_rank + row), 0), gl.maximum(slot, 0)
 
 
 @gluon.jit
-def _push_target(s, t, control, row):
-    valid, home, slot = _home_of(t, row)
-    return valid, rows_at(t.out, gl.load(peers_of(control) + PEER_SLOTS + home)) + slot.to(gl.int64) * s.H
+def _push_target(s, base, row_to_slot, row_to_rank, control, row):
+    valid, home, slot = home_of(row_to_slot, row_to_rank, row)
+    return valid, rows_at(base, gl.load(peers_of(control) + PEER_SLOTS + home)) + slot.to(gl.int64) * s.H
+
+
+@gluon.jit
+def push_rows(s, base, results, row_to_slot, row_to_rank, control, piece, alive, VECTORS: gl.constexpr, NW: gl.constexpr):
+    """16 results from this rank's rows into their slots at home; base: a kernel argument that is as aligned as those (peers.rows_at)."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    COLUMNS: gl.constexpr = 256 * VECTORS
+    rows = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    valid, target = _push_target(s, base, row_to_slot, row_to_rank, control, piece * COPY_ROWS + rows)
+    for j in range(0, COPY_ROWS, NW):
+        ahead = piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows
+        next_valid, next_target = _push_target(s, base, row_to_slot, row_to_rank, control, ahead)
+        source = results + (piece * COPY_ROWS + j + rows).to(gl.int64) * s.H
+        for c in range(0, fresh(s.H), COLUMNS):
+            mask = (valid & alive)[:, None] & ((c + columns) < s.H)[None, :]
+            value = gl.load(source[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
+            gl.store(target[:, None] + (c + columns)[None, :], value, mask=mask)
+        valid, target = next_valid, next_target
 
 
 @gluon.jit
@@ -82,23 +107,11 @@ def _push_piece(s, t, flags, piece, VECTORS: gl.constexpr, NW: gl.constexpr):
 
     After an abort nothing is written: the peers' launches may be over, and their buffers in other use.
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    COLUMNS: gl.constexpr = 256 * VECTORS
-    rows = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
-    valid, target = _push_target(s, t, flags.control, piece * COPY_ROWS + rows)
-    for j in range(0, COPY_ROWS, NW):
-        next_valid, next_target = _push_target(s, t, flags.control, piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows)
-        source = t.results + (piece * COPY_ROWS + j + rows).to(gl.int64) * s.H
-        for c in range(0, fresh(s.H), COLUMNS):
-            mask = (valid & alive)[:, None] & ((c + columns) < s.H)[None, :]
-            value = gl.load(source[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
-            gl.store(target[:, None] + (c + columns)[None, :], value, mask=mask)
-        valid, target = next_valid, next_target
+    push_rows(s, t.out, t.results, t.row_to_slot, t.row_to_rank, flags.control, piece, alive, VECTORS, NW)
     thread_barrier()                          # every warp's stores before the release of any counter
-    there, home, slot = _home_of(t, piece * COPY_ROWS + gl.arange(0, COPY_ROWS, layout=FLAT))
+    there, home, slot = home_of(t.row_to_slot, t.row_to_rank, piece * COPY_ROWS + gl.arange(0, COPY_ROWS, layout=FLAT))
     counter = word_of(gl.load(peers_of(flags.control) + PEER_PAGE + home), TOKEN_ARRIVED + slot // fresh(t.K))
     gl.atomic_add(counter, slot * 0 + 1, mask=there & alive, sem="release", scope="sys")
 

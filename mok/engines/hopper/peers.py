@@ -22,21 +22,31 @@ from .sync import (
 
 IDS_READY = gl.constexpr(flag_page.IDS_READY)
 X_READY = gl.constexpr(flag_page.X_READY)
+GRADS_READY = gl.constexpr(flag_page.GRADS_READY)
+GRADS_SENT = gl.constexpr(flag_page.GRADS_SENT)
+GRADS_PASS = gl.constexpr(flag_page.GRADS_PASS)
 ABORT = gl.constexpr(flag_page.ABORT)
 TOKEN_ARRIVED = gl.constexpr(flag_page.TOKEN_ARRIVED)
 
 # Words of the table of peers (int64): this rank, W, this rank's page and buffers; then for each rank the address of its flag page and of its buffer
-# of ids, and a sixteenth of the addresses of its buffers of rows of x and of slots (see rows_at). Made by expert_parallel.peer_table.
+# of ids, a sixteenth of the addresses of its buffers of rows of x and of slots (see rows_at), likewise of rows of dy, and the addresses of its
+# staged routing weights and of its slots for their gradients. Made by expert_parallel.peer_table.
 PEER_RANK = gl.constexpr(0)
 PEER_COUNT = gl.constexpr(1)
 OWN_PAGE = gl.constexpr(2)
 OWN_X = gl.constexpr(3)
 OWN_SLOTS = gl.constexpr(4)
+OWN_DY = gl.constexpr(5)
+OWN_WEIGHTS = gl.constexpr(6)
+OWN_WEIGHT_SLOTS = gl.constexpr(7)
 PEER_PAGE = gl.constexpr(8)
 PEER_IDS = gl.constexpr(8 + flag_page.MAX_RANKS)
 PEER_X = gl.constexpr(8 + 2 * flag_page.MAX_RANKS)
 PEER_SLOTS = gl.constexpr(8 + 3 * flag_page.MAX_RANKS)
-TABLE_WORDS = 8 + 4 * flag_page.MAX_RANKS
+PEER_DY = gl.constexpr(8 + 4 * flag_page.MAX_RANKS)
+PEER_WEIGHTS = gl.constexpr(8 + 5 * flag_page.MAX_RANKS)
+PEER_WEIGHT_SLOTS = gl.constexpr(8 + 6 * flag_page.MAX_RANKS)
+TABLE_WORDS = 8 + 7 * flag_page.MAX_RANKS
 
 
 @gluon.jit
@@ -61,6 +71,12 @@ def word_of(address, index):
 def own_page(control):
     """This rank's flag page."""
     return gl.load(peers_of(control) + OWN_PAGE).to(gl.pointer_type(gl.int32))
+
+
+@gluon.jit
+def float_of(address, index):
+    """Pointer to float32 number `index` behind an address."""
+    return (address + index.to(gl.int64) * 4).to(gl.pointer_type(gl.float32))
 
 
 @gluon.jit

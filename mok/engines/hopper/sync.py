@@ -30,9 +30,11 @@ WAIT_COMBINE = gl.constexpr(4)
 WAIT_ROW_SLOT = gl.constexpr(5)
 WAIT_IDS = gl.constexpr(31)
 WAIT_PEER_ROWS = gl.constexpr(32)
+WAIT_PEER_GRADS = gl.constexpr(33)
 WAIT_RESULTS = gl.constexpr(34)
 WAIT_SIGNATURE = gl.constexpr(35)
 WAIT_ABORTED = gl.constexpr(36)
+WAIT_PEER_SENT = gl.constexpr(37)
 
 
 @gluon.jit

@@ -1,0 +1,247 @@
+"""Mover side of the backward kernel on several ranks: rows of dy and x and routing weights are pulled from their homes, gradients sent home (DESIGN 6).
+
+Before the roles start, all four warps of every CTA copy their share of this rank's dy, x and routing weights to where peers read them; the last CTA
+to finish publishes `grads_ready`, with the number of the pass, which every rank compares with its own. Movers then pull all rows, which needs no room that
+anybody has to make: the buffers hold every row. When the GEMMs are done they push each row's gradient of its routing weight and its row of dx into
+its slot at home, and the last CTA publishes `grads_sent`. A rank sums, and its launch ends, when all ranks have sent: so whatever gradients are
+wanted, nobody stages over rows that a peer still pulls. The sums themselves are those of one rank (backward_move.py).
+
+Nothing waits for what waits for it: pulls wait for staging alone, pushes for this rank's GEMMs and those for its pulls, sums for everybody's pushes.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .backward_move import (
+    DOT_ROWS,
+    PIECE_ROWS,
+    SLOT_PIECE,
+    Source,
+    _bias_sums,
+    _copy_piece,
+    _dots,
+    _expert_pieces,
+    _gate_slopes,
+    _gate_weight_sums,
+    _gates,
+    _sum_partials,
+    finish_dx,
+)
+from .backward_pipe import COPY_PARTS, DH_DONE, DX_DONE, WAIT_ALL_DH, WAIT_ALL_DX
+from .backward_tasks import (
+    TILE_M,
+    WANT_BIAS_DOWN,
+    WANT_BIAS_UP,
+    WANT_TOPK,
+    WANT_UP,
+    WANT_X,
+    all_dh_tasks,
+    all_dx_tasks,
+    dh_columns,
+    own,
+)
+from .compat import thread_barrier
+from .expert_parallel_move import home_of, push_rows, stage_rows
+from .peers import (
+    GRADS_PASS,
+    GRADS_READY,
+    GRADS_SENT,
+    OWN_DY,
+    OWN_WEIGHT_SLOTS,
+    OWN_WEIGHTS,
+    OWN_X,
+    PEER_DY,
+    PEER_PAGE,
+    PEER_RANK,
+    PEER_WEIGHT_SLOTS,
+    PEER_WEIGHTS,
+    PEER_X,
+    float_of,
+    own_page,
+    peer_count,
+    peers_of,
+    rows_at,
+    signal_all,
+    wait_for_all,
+    word_of,
+)
+from .sync import (
+    CONTROL_ABORT,
+    CONTROL_EPOCH,
+    WAIT_PEER_GRADS,
+    WAIT_PEER_SENT,
+    WAIT_SIGNATURE,
+    add_release,
+    fence_proxy,
+    fresh,
+    load_acquire,
+    nap,
+    report_timeout,
+    wait_at_least,
+)
+
+EXTRA_COUNTERS = 2                 # words of a set behind those of one rank: CTAs that have staged, CTAs that have sent
+
+
+@gluon.jit
+def _pulls_dy(s):
+    """Whether rows of dy and their weights are needed: by DH tasks, or by the down bias's gradient alone."""
+    return (dh_columns(s, s.T * 0 - 1) > 0) | ((s.wants & WANT_BIAS_DOWN) != 0)
+
+
+@gluon.jit
+def _epoch(control):
+    """Number of this launch: every CTA has passed `_begin_launch`, so the control block holds it until the launch ends."""
+    return load_acquire(control + fresh(CONTROL_EPOCH))
+
+
+@gluon.jit
+def stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, num_experts, number, base, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
+    """Copy what peers will pull and publish `grads_ready`. By the four warps that start a CTA, before its roles: every rank waits for this first.
+
+    number: of this pass's signature. base: a bf16 argument as aligned as the buffers. Nobody reads the last pass's rows any more: a launch ends when
+    all ranks have pulled theirs (rule 5).
+    """
+    peers = peers_of(flags.control)
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if _pulls_dy(s):
+        stage_rows(s, dy, dy_stride_8, rows_at(base, gl.load(peers + OWN_DY)), VECTORS)
+        for first in range(gl.program_id(0) * 128, s.T * K, gl.num_programs(0) * 128):
+            slot = first + lanes
+            value = gl.load(topk_weights + slot, mask=slot < s.T * K, other=0.0)
+            gl.store(float_of(gl.load(peers + OWN_WEIGHTS), slot), value, mask=slot < s.T * K)
+    if (s.wants & WANT_UP) != 0:
+        stage_rows(s, x, x_stride_8, rows_at(base, gl.load(peers + OWN_X)), VECTORS)
+    nap(gl.program_id(0) * 37 + number, DEBUG)
+    thread_barrier()                          # the CTA's stores before its arrival ...
+    staged = gl.atomic_add(flags.x_ready + num_experts, 1, sem="acq_rel", scope="gpu")
+    if staged == gl.num_programs(0) - 1:      # ... and every CTA's arrival before the signals (rule 3)
+        rank = gl.load(peers + PEER_RANK).to(gl.int32)
+        for r in range(peer_count(peers)):
+            gl.atomic_xchg(word_of(gl.load(peers + PEER_PAGE + r), rank + GRADS_PASS), number, sem="relaxed", scope="sys")
+        signal_all(flags.control, GRADS_READY, _epoch(flags.control))
+    thread_barrier()                          # `staged` reached all threads through memory that the roles' arguments are about to fill
+
+
+@gluon.jit
+def _compare_passes(control, number):
+    """Report a rank that has come with another pass. Its word stays until this rank has sent, so nobody's next pass is taken for this one."""
+    if load_acquire(control + fresh(CONTROL_ABORT)) == 0:
+        for r in range(peer_count(peers_of(control))):
+            other = gl.load(own_page(control) + GRADS_PASS + r, volatile=True)
+            if other != number:
+                report_timeout(control, WAIT_SIGNATURE, r, number, other)
+
+
+@gluon.jit
+def _pull_weights(rows, m, control, piece, NW: gl.constexpr):
+    """Routing weights of 16 rows, 0 for padding, to where the epilogue looks them up by row."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    row = piece * PIECE_ROWS + gl.arange(0, PIECE_ROWS, layout=L)
+    there, home, slot = home_of(rows.row_to_slot, m.row_to_rank, row)
+    source = float_of(gl.load(peers_of(control) + PEER_WEIGHTS + home), slot)
+    gl.store(rows.topk_weights + row, gl.load(source, mask=there, other=0.0))
+
+
+@gluon.jit
+def _push_weight_gradients(s, rows, flags, m, dy_rows, NW: gl.constexpr):
+    """d_topk_weights of every row into its slot at home: the sums of `_slot_pieces`, by row. After an abort nothing is written to peers."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    D: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0]))
+    num_rows = s.num_tiles * TILE_M
+    routed = num_rows * 0 - 1
+    columns = dh_columns(s, routed)
+    for first in range(gl.program_id(0) * SLOT_PIECE, num_rows, gl.num_programs(0) * SLOT_PIECE):
+        alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
+        if m.has_b_down == 0:
+            row = first + gl.arange(0, SLOT_PIECE, layout=L)
+            there, home, slot = home_of(rows.row_to_slot, m.row_to_rank, row)
+            total = _sum_partials(s, rows, flags, routed, columns, row, there)
+            gl.store(float_of(gl.load(peers_of(flags.control) + PEER_WEIGHT_SLOTS + home), slot), total, mask=there & alive)
+        else:
+            for j in range(SLOT_PIECE // DOT_ROWS):
+                row = first + j * DOT_ROWS + gl.arange(0, DOT_ROWS, layout=D)
+                there, home, slot = home_of(rows.row_to_slot, m.row_to_rank, row)
+                total = _sum_partials(s, rows, flags, routed, columns, row, there)
+                expert = gl.load(rows.tile_to_expert + row // TILE_M, mask=there, other=0)
+                total += _dots(dy_rows + row.to(gl.int64) * s.H, m.b_down + expert.to(gl.int64) * s.H, there, s.H, NW)
+                gl.store(float_of(gl.load(peers_of(flags.control) + PEER_WEIGHT_SLOTS + home), slot), total, mask=there & alive)
+
+
+@gluon.jit
+def _take_weight_gradients(s, flags, m, NW: gl.constexpr):
+    """d_topk_weights[t, k] from its slot, where its expert's rank has put it; 0 for a route without expert."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    num_slots = s.T * m.K
+    for first in range(gl.program_id(0) * SLOT_PIECE, num_slots, gl.num_programs(0) * SLOT_PIECE):
+        slot = first + gl.arange(0, SLOT_PIECE, layout=L)
+        row = gl.load(m.slot_to_row + slot, mask=slot < num_slots, other=-1)
+        total = gl.load(float_of(gl.load(peers_of(flags.control) + OWN_WEIGHT_SLOTS), slot), mask=row >= 0, other=0.0)
+        gl.store(m.d_topk_weights + slot, total, mask=slot < num_slots)
+
+
+@gluon.jit
+def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+    """Push this rank's results to their homes, tell all ranks, and wait until all have told."""
+    epoch = _epoch(flags.control)
+    if (s.wants & WANT_TOPK) != 0:
+        _push_weight_gradients(s, rows, flags, m, dy_rows, NW)
+    if (s.wants & WANT_X) != 0:
+        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
+        thread_barrier()                      # rule 2, reader without TMA, as everywhere in these sums
+        for piece in range(gl.program_id(0), s.num_tiles * COPY_PARTS, gl.num_programs(0)):
+            nap(piece + 17, DEBUG)
+            alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
+            push_rows(s, m.dx, m.results, rows.row_to_slot, m.row_to_rank, flags.control, piece, alive, VECTORS, NW)
+    thread_barrier()                          # the role's pulls and pushes before its arrival ...
+    sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
+    # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
+    if (sent == gl.num_programs(0) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
+        signal_all(flags.control, GRADS_SENT, epoch)
+    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT)
+    thread_barrier()
+
+
+@gluon.jit
+def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr,
+                OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature."""
+    s = own(s)
+    grid = gl.num_programs(0)
+    if rows.gated != 0:
+        _gates(s, rows, flags, x, m, NW, DEBUG)
+    wait_for_all(flags.control, GRADS_READY, _epoch(flags.control), WAIT_PEER_GRADS)
+    if gl.program_id(0) == 0:
+        _compare_passes(flags.control, number)
+    thread_barrier()
+    pieces = s.num_tiles * COPY_PARTS
+    if _pulls_dy(s):
+        for piece in range(gl.program_id(0), pieces, grid):
+            nap(piece + 11, DEBUG)
+            if OMIT & 1 == 0:
+                _copy_piece(s, rows, x, dy_rows, piece, m, flags.control, PEER_DY, COPY_ROWS_AT_ONCE, NW)
+            _pull_weights(rows, m, flags.control, piece, NW)
+            fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
+            thread_barrier()
+            add_release(flags.dy_ready + piece // COPY_PARTS, 1)
+    if (s.wants & WANT_UP) != 0:
+        for piece in range(gl.program_id(0), pieces, grid):
+            nap(piece + 13, DEBUG)
+            counter = _expert_pieces(s, rows, flags, piece)
+            if OMIT & 2 == 0:
+                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, PEER_X, COPY_ROWS_AT_ONCE, NW)
+            fence_proxy(piece)               # rule 1, writer
+            thread_barrier()
+            add_release(counter, 1)
+    wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)
+    thread_barrier()
+    if rows.gated != 0:
+        _gate_slopes(s, rows, flags, m, NW)
+    _send_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
+    if (s.wants & WANT_TOPK) != 0:
+        _take_weight_gradients(s, flags, m, NW)
+    finish_dx(s, rows, flags, m, VECTORS, NW, 1, DEBUG)
+    if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
+        # every row of dy has been pulled: this rank has sent, too
+        _bias_sums(s, rows, m, Source(dy_rows, s.H), NW, 1)
+    if rows.gated != 0:
+        _gate_weight_sums(s, rows, m, x, NW)

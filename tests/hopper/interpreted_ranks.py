@@ -1,0 +1,252 @@
+"""Ranks in threads that run the kernels' own several-rank source as Python (device_interpreter.py); what tests of it share.
+
+Each rank runs an exchange and a launch for every pass, free to run ahead of the others, its roles at random speeds; GEMMs are stood in for, row by row.
+"""
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from device_interpreter import Interrupted, Memory, load, round_bf16
+
+from mok.fabric.flag_page import MAX_RANKS, page_bytes
+from mok.plan import RoutingPlan, count_ids, experts_of_rank, plan_capacity
+
+TILE, H, GRID, CAPACITY, RING = 128, 272, 2, 64, 2          # H: a tail, and two column tiles, so that two down tasks finish a row tile
+SECONDS = 15.0
+
+
+@dataclass
+class World:
+    """W ranks and what they compute: token counts of each launch and rank, routes, weights; expert e multiplies a row by matrix e."""
+    W: int
+    E: int
+    K: int
+    tokens: list[list[int]]                                  # [launch][rank]
+    seed: int = 0
+    shared: bool = False
+    skew: bool = False
+    max_tokens: int = 0
+    ids: dict = field(default_factory=dict)
+    x: dict = field(default_factory=dict)
+    weights: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        g = np.random.default_rng(self.seed)
+        self.max_tokens = max(max(counts) for counts in self.tokens) + 3
+        self.matrix = g.standard_normal((self.E + 1, H, H)).astype(np.float32)       # the last one is the shared expert's
+        for n, counts in enumerate(self.tokens):
+            for r, T in enumerate(counts):
+                ids = g.integers(-1, self.E, (T, self.K), dtype=np.int32)
+                ids[ids == 1] = 0                                                    # an empty expert
+                self.ids[n, r] = np.zeros_like(ids) if self.skew else ids
+                self.x[n, r] = round_bf16(g.standard_normal((T, H)).astype(np.float32))
+                self.weights[n, r] = g.random((T, self.K), dtype=np.float32)
+
+    def result(self, expert: int, row: np.ndarray) -> np.ndarray:
+        return round_bf16((row[None, :] @ self.matrix[expert])[0])
+
+    def expected(self, n: int, r: int) -> np.ndarray:
+        """y (T, H): fma over the routes in order from +0, then the shared expert, one rounding (DESIGN 2)."""
+        out = np.zeros_like(self.x[n, r])
+        for t, row in enumerate(self.x[n, r]):
+            acc = np.zeros(H, np.float32)
+            terms = [(self.result(e, row), w) for e, w in zip(self.ids[n, r][t], self.weights[n, r][t], strict=True) if e >= 0]
+            for y, w in [*terms, *([(self.result(self.E, row), np.float32(1))] if self.shared else [])]:
+                acc = (y.astype(np.float64) * np.float64(w) + acc).astype(np.float32)
+            out[t] = round_bf16(acc)
+        return out
+
+    def plans(self, n: int) -> list[RoutingPlan]:
+        ids = [torch.from_numpy(self.ids[n, r]) for r in range(self.W)]
+        counts = torch.stack([count_ids(i.reshape(-1).long(), self.E) for i in ids])
+        plans = [RoutingPlan.build(i, self.E, rank=r, counts=counts, total_tokens=self.W * self.max_tokens) for r, i in enumerate(ids)]
+        for plan in plans:
+            for slot in torch.nonzero(plan.slot_to_row >= 0).flatten().tolist():
+                plans[plan.slot_to_rank[slot]].row_to_slot[plan.slot_to_row[slot]] = slot
+        return plans
+
+
+class Simulation:
+    """Runs a World's launches; `absent` (pass, rank): that rank stops before it. `delays` {(pass, rank): seconds that its host sleeps first}.
+
+    passes: (kind, problem of the World) in order, None = every problem's forward; they are numbered from 0. nap_s: longest sleep of a role between two steps.
+    """
+
+    def __init__(self, world: World, mutations: dict | None = None, absent: tuple[int, int] | None = None, delays: dict | None = None,
+                 signatures: dict | None = None, limit_ms: int = 60_000, launch: bool = True,
+                 slow: float = 0.0, passes: list[tuple[str, int]] | None = None, nap_s: float = 3e-3) -> None:
+        self.passes = [("forward", n) for n in range(len(world.tokens))] if passes is None else passes
+        self.slow = slow                                     # seconds that CTAs after the first, and every GEMM, come late
+        self.launch = launch                                 # False: exchanges alone, with no launch between that would order them
+        self.world, self.absent, self.delays, self.signatures, self.limit_ms = world, absent, delays or {}, signatures or {}, limit_ms
+        self.memory, self.reports, self.problems = Memory(), [], []
+        self.memory.deadline = time.monotonic() + SECONDS
+        self.random = random.Random(world.seed)
+        self.gl, self.modules = load(self.memory, self.reports, lambda: time.sleep(self.random.random() ** 4 * nap_s), mutations)
+        self.out: dict = {}
+        W, M, K = world.W, world.max_tokens, world.K
+        allocate, words = self.memory.allocate, page_bytes(M) // 4
+        self.pages = [allocate(np.zeros(words, np.int32), "i32") for _ in range(W)]
+        ids_words = self.modules["expert_parallel_plan"].ids_words(M, K)
+        self.ids = [allocate(np.full(ids_words, -7, np.int32), "i32") for _ in range(W)]
+        self.x = [allocate(np.full(M * H, np.nan, np.float32), "bf16") for _ in range(W)]
+        self.slots = [allocate(np.full(M * K * H, np.nan, np.float32), "bf16") for _ in range(W)]
+        self.dy = [allocate(np.full(M * H, np.nan, np.float32), "bf16") for _ in range(W)]
+        self.weights, self.weight_slots = ([allocate(np.full(M * K, np.nan, np.float32), "f32") for _ in range(W)] for _ in range(2))
+        self.controls = [self._control(r) for r in range(W)]
+        self.everybody_of = [np.full(W * M * K, -9, np.int32) for _ in range(W)]
+
+    def _control(self, rank: int) -> tuple[np.ndarray, object]:
+        peers = self.modules["peers"]
+        table = np.zeros(peers.TABLE_WORDS, np.int64)
+        table[:2] = rank, self.world.W
+        for place, (pointers, shift) in enumerate(((self.pages, 0), (self.ids, 0), (self.x, 4), (self.slots, 4), (self.dy, 4), (self.weights, 0),
+                                                   (self.weight_slots, 0))):
+            begin = 8 + place * MAX_RANKS
+            table[begin:begin + self.world.W] = [int(p.a) >> shift for p in pointers]
+        own = (peers.PEER_PAGE, peers.PEER_X, peers.PEER_SLOTS, peers.PEER_DY, peers.PEER_WEIGHTS, peers.PEER_WEIGHT_SLOTS)
+        table[2:8] = [table[begin + rank] for begin in own]
+        words = np.zeros(16 + 16 + 5 * CAPACITY, np.int32)
+        words[3], words[6] = 2 * self.limit_ms, self.limit_ms
+        words[8:10].view(np.int64)[0] = int(self.memory.allocate(table, "i64").a)
+        return words, self.memory.allocate(words, "i32")
+
+    def run(self) -> None:
+        ranks = [threading.Thread(target=self._rank, args=(r,), daemon=True) for r in range(self.world.W)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(SECONDS + 5)
+        if any(thread.is_alive() for thread in ranks):
+            self.problems.append("a rank hangs")
+
+    def _rank(self, rank: int) -> None:
+        for position, (kind, n) in enumerate(self.passes):
+            time.sleep(self.delays.get((position, rank), 0))
+            if self.absent == (position, rank) or self.problems:
+                return
+            if kind != "forward":
+                self._other_pass(kind, n, rank, position + 1)
+                continue
+            self._together(rank, [(p, GRID, self._exchange, (n, rank)) for p in range(GRID)])
+            whole = np.full((self.world.W, self.world.max_tokens, self.world.K), -1, np.int32)
+            for r, T in enumerate(self.world.tokens[n]):
+                whole[r, :T] = self.world.ids[n, r]
+            if not self.reports and not np.array_equal(self.everybody_of[rank], whole.reshape(-1)):
+                self.problems.append(f"launch {n}, rank {rank}: the list of everybody's ids is wrong")
+            if self.launch:
+                self._launch(n, rank, position + 1)
+
+    def _other_pass(self, kind: str, n: int, rank: int, epoch: int) -> None:
+        raise NotImplementedError(kind)
+
+    def _together(self, rank: int, roles: list) -> None:
+        """Run (program, programs, function, arguments) each in a thread; wait for all."""
+        def body(program: int, programs: int, function, arguments) -> None:
+            local = self.gl.local
+            local.program, local.programs, local.rank, local.reason = program, programs, rank, 1
+            try:
+                function(*arguments)
+            except Interrupted:
+                self.problems.append("out of time: a deadlock")
+            except BaseException as error:
+                self.problems.append(f"rank {rank}: {type(error).__name__}: {error}")
+        threads = [threading.Thread(target=body, args=role, daemon=True) for role in roles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _exchange(self, n: int, rank: int) -> None:
+        time.sleep(self.slow * (self.gl.local.program > 0))
+        ids, K = self.world.ids[n, rank], self.world.K
+        block, everybody = self.gl.cast, self.everybody_of[rank]
+        signature = self.signatures.get((n, rank), 17)
+        with self.memory.lock:
+            pointer = self.memory.allocate(ids.reshape(-1), "i32")
+            target = self.memory.allocate(everybody, "i32")
+            error = self.memory.allocate(np.zeros(1, np.int64), "i64")
+        scalars = [block(v, "i32") for v in (ids.size, K, self.world.E, K, 1, self.world.max_tokens * K, signature)]
+        self.modules["expert_parallel_plan"]._exchange_ids_kernel(pointer, *scalars, error, target, self.controls[rank][1], 2048, 1)
+
+    def _launch(self, n: int, rank: int, epoch: int) -> None:
+        world, gl, m = self.world, self.gl, self.modules
+        T, K, plan = world.tokens[n][rank], world.K, world.plans(n)[rank]
+        count = int(world.shared)
+        rows = plan_capacity(world.W * world.max_tokens * K, experts_of_rank(world.E, world.W, rank)[1])
+        token_rows = count * -(-T // TILE) * TILE
+        words, control = self.controls[rank]
+        words[16:], words[0] = 0, epoch - 1
+        arrays = {"out": np.full(T * H, np.nan, np.float32), "results": np.full((rows + token_rows) * H, np.nan, np.float32),
+                  "ring": np.full(RING * TILE * H, np.nan, np.float32), "order": np.full(max(T, 1), -1, np.int32)}
+        to = {"row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row, "row_to_rank": plan.row_to_rank}
+        with self.memory.lock:
+            p = {name: self.memory.allocate(values, "i32" if name == "order" else "bf16") for name, values in arrays.items()}
+            p |= {name: self.memory.allocate(values.numpy(), "i32") for name, values in to.items()}
+            p["x"] = self.memory.allocate(world.x[n, rank].reshape(-1), "bf16")
+            p["weights"] = self.memory.allocate(world.weights[n, rank].reshape(-1), "f32")
+        number = {name: gl.cast(v, "i32") for name, v in {"H": H, "I": TILE, "T": T, "count": count, "tiles": int(plan.num_tiles), "1": 1, "ring": RING,
+                                                         "K": K, "stride": H // 8, "rows": rows, "epoch": epoch, "0": 0}.items()}
+        s = m["tasks"].Schedule(*(number[k] for k in ("H", "I", "I", "I", "T", "count", "tiles", "1", "ring", "ring")))
+        t = m["move"].Tokens(p["out"], p["results"], p["row_to_slot"], p["slot_to_row"], p["weights"], p["order"], p["x"], number["stride"], p["x"], p["x"],
+                             number["0"], number["rows"], number["K"], p["row_to_rank"], number["epoch"])
+        flags = m["gemm"].Flags(control, control + 16, gl.cast(CAPACITY, "i32"), gl.cast(16 + 2 * CAPACITY + count * -(-T // TILE), "i32"))
+        multiplied = threading.Event()
+        gemm = (0, GRID, self._gemm, (n, rank, plan, flags, arrays, rows, multiplied))
+        consumers = [(c, GRID, self._consumer, (s, t, flags, wg, multiplied)) for c in range(GRID) for wg in range(2)]
+        movers = [(c, GRID, m["expert_parallel_move"].group_mover, (s, flags, t, p["ring"], 1, 1, 2, 0, 1)) for c in range(GRID)]
+        self._together(rank, [gemm, *consumers, *movers])
+        if words[2]:                                                          # aborted: what _poison_after_abort and tell_abort do
+            arrays["out"][:] = np.nan
+            gl.local.rank, gl.local.reason = rank, self.reports[0][1]
+            m["peers"].tell_abort(control)
+        self.out[n, rank] = arrays["out"].reshape(T, H)
+
+    def _consumer(self, s, t, flags, wg: int, multiplied: threading.Event) -> None:
+        m = self.modules
+        time.sleep(self.slow * (self.gl.local.program > 0))
+        if wg == 1:
+            m["expert_parallel_move"].stage_tokens(s, t, flags, 1, 1)
+            m["move"].list_tokens(s, t, flags, 4, 1)
+        multiplied.wait()                                                     # consumers sum after their last GEMM task
+        m["move"].finish_combine(s, t, flags, 2, 4, 1, 1)
+
+    def _gemm(self, n: int, rank: int, plan: RoutingPlan, flags, arrays: dict, rows: int, multiplied: threading.Event) -> None:
+        """Producer, consumers' multiplies and storer of all CTAs: waits and counters as theirs, tiles in order; row by row, so that bits do not move."""
+        world, m, columns = self.world, self.modules, -(-H // 256)
+        first = experts_of_rank(world.E, world.W, rank)[0]
+        ring, results = arrays["ring"].reshape(-1, H), arrays["results"].reshape(-1, H)
+        try:
+            for tile in range(-(-world.tokens[n][rank] // TILE) if world.shared else 0):
+                for row, x in enumerate(world.x[n, rank][tile * TILE:(tile + 1) * TILE]):
+                    results[rows + tile * TILE + row] = world.result(world.E, x)
+                self.gl.atomic_add(m["gemm"].results_ready(flags) + CAPACITY + tile, columns)
+            for tile in range(int(plan.num_tiles)):
+                m["sync"].wait_at_least(m["gemm"].rows_ready(flags) + tile, 8, flags.control, 1, tile)
+                time.sleep(self.slow)
+                part = ring[tile % RING * TILE:(tile % RING + 1) * TILE].copy()
+                valid = plan.row_to_slot[tile * TILE:(tile + 1) * TILE].numpy() >= 0
+                if not self.reports and part[~valid].any():
+                    self.problems.append(f"launch {n}, rank {rank}, tile {tile}: a padding row is not zero")
+                self.gl.atomic_add(m["gemm"].hidden_ready(flags) + tile, 1)
+                m["sync"].nap(tile, 1)
+                for row in np.nonzero(valid)[0]:
+                    results[tile * TILE + row] = world.result(first + int(plan.tile_to_expert[tile]), part[row])
+                for _ in range(columns):
+                    self.gl.atomic_add(m["gemm"].results_ready(flags) + tile, 1)
+        finally:
+            multiplied.set()
+
+    def check(self) -> None:
+        """Everything ran, nothing was reported, and every sum has the expected bits."""
+        assert not self.problems, self.problems[0]
+        assert not self.reports, self.reports
+        for (n, r), out in self.out.items():
+            want = self.world.expected(n, r)
+            assert np.array_equal(out.view(np.int32), want.view(np.int32)), f"launch {n}, rank {r}: {(out != want).any(1).sum()} of {len(out)} tokens differ"
+        assert len(self.out) == self.world.W * len(self.world.tokens) * self.launch
