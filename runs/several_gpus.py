@@ -10,10 +10,10 @@ faults  The last rank is killed in mid-kernel (ranks that share a GPU: it leaves
 times   DeepSeek-V3's and Qwen3-30B-A3B's layer at T = 1024 to 8192 tokens a rank, BF16, forward and backward, in turns between two roofs: mok; the same
         launches with every route kept local (what is beyond that is exposed communication); one rank's kernel on the same rows; the unfused baseline.
 train   `mok train --audit`, 20 steps, twice: equal chains.
-sweep   Forward at T = 8192 with every overlap setting.
+sweep   Forward and backward at T = 8192 with overlap settings.
 
-Each part is a process of its own with a time limit; OUT.json is written after each of them. Ends with status 0 if every part that ran passed. NVLink
-multicast stays off.
+Each part is a process of its own with a time limit; OUT.json is written after each of them, and a short table is printed last. Ends with status 0 if every
+part that ran passed. NVLink multicast stays off.
 """
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def detail(name: str, found: dict[str, Any]) -> str:
     if name == "train":
         return f"equal chains: {found['equal_chains']}; {found['runs'][0].get('tokens_per_s')} tokens/s"
     if name == "sweep":
-        return ", ".join(f"{entry['shape']} {entry['impl']} {entry['ms']:.3f} ms" for entry in found["results"]) + " ".join(found["failed"])
+        return ", ".join(f"{entry['shape']} {entry['pass']} {entry['impl']} {entry['ms']:.3f} ms" for entry in found["results"]) + " ".join(found["failed"])
     where = "; ".join(found.get("said", [])) or ("all inside the launches" if found.get("launches_communicate") else "over the process group")
     return f"all_to_all_single {found.get('nccl_all_to_all_gb_s')} GB/s in; {where}" \
         + "".join(f"; FAILED {text}" for text in found["failed"])
@@ -215,8 +215,9 @@ def drive(args: argparse.Namespace, run: Callable[..., dict[str, Any]] = in_proc
         roofs = [entry["roof_tflops"] for entry in document["results"]]
         document["roof_tflops"] = round(sum(roofs) / len(roofs), 1) if roofs else 0.0
         write(args.out, document)
+    if args.out is None:
+        print(json.dumps(document))
     print(summary(document), flush=True)
-    print(json.dumps(document), flush=True)
     return 0 if all(part["passed_all"] for part in document["parts"].values()) else 1
 
 

@@ -6,6 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ BLOCKS = 5
 LAYERS = {"deepseek-v3": (7168, 2048, 256, 8), "qwen3-30b-a3b": (2048, 768, 128, 8), "tiny": (64, 48, 16, 2)}      # H, I, E, K over all ranks
 # T of all ranks, H, I, E, K: odd sizes that no tile divides and experts that no number of ranks divides; a real layer
 BITS_SHAPES = {"odd": (4099, 272, 176, 13, 3), "qwen3-30b-a3b": (8192, 2048, 768, 128, 8), "tiny": (300, 48, 80, 9, 3)}
+# launches on several ranks are compiled with two mover warps, whatever Overlap.mover_warps says
 SWEEP = {"default": Overlap(), **{f"minibatch_rows={rows}": Overlap(minibatch_rows=rows) for rows in (512, 1024, 2048, 4096)},
-         **{f"mover_warps={warps}": Overlap(mover_warps=warps) for warps in (1, 2)}}
+         **{f"reserve_sms={sms}": Overlap(reserve_sms=sms) for sms in (4, 16)}}
 
 
 def expert_group(ranks: Ranks, problem: Problem) -> mok.ExpertGroup:
@@ -354,7 +356,7 @@ def records(found: dict[str, Measurement], shape: Shape, which: str, moved: dict
 
 
 def sweep(W: int, device: str, layers: list[str], T: int, block_ms: float, roof_size: int, limit_s: float) -> dict[str, Any]:
-    """Forward at the largest T with every overlap setting, in turns."""
+    """Forward and backward at the largest T with every overlap setting, in turns."""
     results: list[dict[str, Any]] = []
     outcomes = run_ranks(sweep_of_rank, W, device, layers, T, block_ms, roof_size, limit_s=limit_s,
                          on_message=lambda rank, message, processes: keep(results, rank, message))
@@ -367,17 +369,24 @@ def sweep_of_rank(ranks: Ranks, say: Say, layers: list[str], T: int, block_ms: f
     roof = Roof(watch, roof_size)
     roof.tflops(2000 if device.type == "cuda" else block_ms)
     for layer in layers:
-        H, I, E, K = LAYERS[layer]
-        problem = Problem(T * ranks.size, H, I, E, K, [T * r for r in range(ranks.size + 1)], device)
-        group, leaves, ids = expert_group(ranks, problem), problem.leaves(ranks.rank), problem.ids[problem.tokens(ranks.rank)].contiguous()
-
-        def call(overlap: Overlap, leaves=leaves, ids=ids, group=group) -> Tensor:
-            return mok.moe(leaves[0], ids, leaves[1], leaves[2], leaves[3], group=group, overlap=overlap)
-
-        plain = call(Overlap()).detach()
-        for name, overlap in SWEEP.items():
-            if differing(plain, call(overlap).detach()):
-                raise RuntimeError(f"{name} changes bits of y on rank {ranks.rank}")
-        found = measure(ranks, {name: (lambda overlap=overlap, call=call: call(overlap)) for name, overlap in SWEEP.items()}, watch, roof, block_ms)
-        say(records(found, Shape(layer, T, H, I, E, K), "forward", {}))
+        sweep_of_layer(ranks, say, Shape(layer, T, *LAYERS[layer]), watch, roof, block_ms)
         ranks.tell("the next layer")
+
+
+def sweep_of_layer(ranks: Ranks, say: Say, shape: Shape, watch: Stopwatch, roof: Roof, block_ms: float) -> None:
+    T, W = shape.T, ranks.size
+    problem = Problem(T * W, shape.H, shape.I, shape.E, shape.K, [T * r for r in range(W + 1)], watch.device)
+    group, leaves, mine = expert_group(ranks, problem), problem.leaves(ranks.rank), problem.tokens(ranks.rank)
+    ids, dy = problem.ids[mine].contiguous(), problem.dy[mine].contiguous()
+    x, weights, up, down = leaves
+
+    def forward(overlap: Overlap) -> Tensor:
+        return mok.moe(x, ids, weights, up, down, group=group, overlap=overlap)
+
+    plain = forward(Overlap()).detach()
+    for name, overlap in SWEEP.items():
+        if differing(plain, forward(overlap).detach()):
+            raise RuntimeError(f"{name} changes bits of y on rank {ranks.rank}")
+    forwards: dict[str, Callable[[], Tensor]] = {name: partial(forward, overlap) for name, overlap in SWEEP.items()}
+    for which in ("forward", "backward"):
+        say(records(measure(ranks, calls_of(forwards, which, leaves, dy), watch, roof, block_ms), shape, which, {}))

@@ -86,5 +86,5 @@ def test_times_on_two_ranks(tmp_path):
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     document = json.loads(out.read_text())
-    assert json.loads(done.stdout.splitlines()[-1]) == document
+    assert done.stdout.splitlines()[-1].startswith("times qwen3-30b-a3b    passed")
     assert [entry["impl"] for entry in document["results"][:4]] == ["mok, 2 ranks", "mok, routes local", "mok, one rank", "unfused"]
