@@ -258,8 +258,15 @@ def run_launches(launches: tuple, variant: tuple | None, device_index: int | Non
         if variant is not None and None not in compiled:                # the interpreter compiles nothing
             runtime.scratch[variant] = compiled
         return
-    stream = current_stream(device_index)
-    for binary, (_, programs, _, arguments) in zip(compiled, launches):
+    stream, kept = current_stream(device_index), ("ready launches", variant)
+    if kept not in runtime.scratch:
+        runtime.scratch[kept] = [ready_launch(binary, arguments, [param.num for param in kernel.params if not param.is_constexpr])
+                                 for binary, (kernel, _, _, arguments) in zip(compiled, launches)]
+    for binary, ready, (kernel, programs, _, arguments) in zip(compiled, runtime.scratch[kept], launches):
+        if ready is not None:
+            values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+            ready(programs, stream, *[values[param.num] for param in kernel.params if not param.is_constexpr])
+            continue
         binary.run(programs, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
 
 
