@@ -80,6 +80,7 @@ MOE = [
     ("main_grad[1]", "main_grad", [(ACCUMULATORS[0], None), (ACCUMULATORS[0], 1.0), (ACCUMULATORS[0], ACCUMULATORS[1].double()),
                                    (ACCUMULATORS[0], torch.zeros(3, 6, 4, requires_grad=True))]),
     ("layer_key", "layer_key", [None, "a", 1.5, NAN, True]),
+    ("recompute", "recompute", [1, True, "x", "Z", ["z"], torch.zeros(1)]),
 ]
 MOE_ROWS = [(begins, argument, value) for begins, argument, values in MOE for value in values]
 
@@ -151,7 +152,7 @@ CONFIG = [
     ("routed_scaling_factor", (*NOT_NUMBERS, INF, 0, -1.0)),
     *((name, (*NOT_NUMBERS, INF, -INF, -0.1)) for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate")),
     ("seed", NOT_INTEGERS), ("layer_index", (*NOT_INTEGERS, -1)), ("initializer_range", (*NOT_NUMBERS[1:], INF, -0.1)),
-    ("overlap", ("a", 128, True, {})),
+    ("overlap", ("a", 128, True, {})), ("recompute", (1, True, "x", "Z", ["z"])),
 ]
 CONFIG_ROWS = [(name, value) for name, values in CONFIG for value in values]
 

@@ -150,6 +150,17 @@ def test_P1_and_P2_settings_change_no_bit():
     same_everywhere(gpu_case(2000, 528, 592, 12, 4, shared=((336, True),)), settings)
 
 
+def test_gates_are_waited_for_where_no_product_is():
+    """Of a gated shared expert only dw_down is wanted: its DH tasks have no k-steps, and must still not read gates that a sleeping mover has yet to write."""
+    from mok.engines.hopper.backward import BackwardConfig
+
+    case = gpu_case(1000, 272, 176, 4, 2, shared=((336, True),))
+    expected = backward(case).shared[0][1]
+    for _ in range(5):
+        alone = backward(case, Wants(shared=((False, True, False),)), config=BackwardConfig(0, debug=1)).shared[0][1]
+        assert same_bits(alone, expected)
+
+
 def test_P4_a_tokens_gradients_do_not_depend_on_the_batch():
     case = gpu_case(600, 272, 336, 6, 3, biases=True, shared=((96, True),))
     kept = torch.randperm(600, generator=torch.Generator().manual_seed(1))[:211].cuda()

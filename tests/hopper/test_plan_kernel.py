@@ -64,6 +64,18 @@ def test_equals_the_torch_builder(T, K, E):
     assert_same_plan(routes(T, K, E, seed=1, dtype=torch.int32).to(DEVICE), E)
 
 
+@pytest.mark.gpu
+def test_a_size_that_comes_again():
+    """Its launches are kept ready from the first time on: for each size, dtype and layout their own, and never with an address of then."""
+    kept = []                                       # all alive: none is built in an earlier one's memory
+    for turn in range(3):
+        for T, K, E in ((70, 3, 9), (70, 3, 10), (71, 3, 9)):
+            for dtype in (torch.int32, torch.int64):
+                ids = routes(T, K, E, seed=turn, dtype=dtype).to(DEVICE)
+                for view in (ids, ids.t().contiguous().t(), torch.cat([ids, ids], dim=1)[:, :K]):
+                    kept.append(assert_same_plan(view, E))
+
+
 @on_device
 def test_one_expert_takes_everything_and_all_routes_masked():
     assert_same_plan(torch.full((300, 2), 5, device=DEVICE), 8)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_support import Memory
 from oracle import make_case, want_all
 
 from mok.engines.protocol import MainGrad, MoETensors, PassOptions, SharedExpert, Wants
@@ -39,21 +40,6 @@ def plain(arguments):
             for a in arguments]
 
 
-class Memory:
-    """The same blocks for the same sizes, as PyTorch's allocator gives them to a loop."""
-
-    def __init__(self, monkeypatch):
-        self.blocks: dict[tuple, torch.Tensor] = {}
-        self.empty = torch.empty
-        monkeypatch.setattr(torch, "empty", self)
-
-    def __call__(self, *size, **kwargs):
-        key = (size, kwargs.get("dtype"))
-        if key not in self.blocks:
-            self.blocks[key] = self.empty(*size, **kwargs)
-        return self.blocks[key]
-
-
 def forward_arguments(case, save=True):
     plan = case.plan
     t = case.tensors
@@ -67,8 +53,8 @@ def forward_arguments(case, save=True):
     sizes = launch.scratch_sizes(T, H, I, plan.num_rows, widths, grain)
     scratch = torch.empty(sizes.bytes // 2, dtype=t.x.dtype)
     options = replace(case.options, save_for_backward=save)
-    key = launch._key(plan, t, options, out, z, shared_z, scratch, (None, None, None))
-    return launch._arguments_on_one_rank(plan, t, options, out, z, shared_z, scratch, sizes, grain, key)
+    key = launch._key(plan, t, options, out, z, shared_z, scratch, (None, None, None, None))
+    return launch._ready_list(plan, t, options, out, z, shared_z, scratch, sizes, grain, key, None)
 
 
 def problem(seed=0, **settings):
@@ -156,9 +142,9 @@ def test_backward_lists_are_those_made_anew(case, monkeypatch, _states, into_mai
         wants = wants or case.wants
         grads = grads_memory.setdefault(wants, None) or backward_launch._empty_grads(tensors, wants, main_grad)
         grads_memory[wants] = grads
-        buffers = backward_launch._buffers(case.plan, tensors, wants, False)
+        buffers = backward_launch._buffers(case.plan, tensors, wants, None)
         key = backward_launch._key(case.plan, tensors, options, saved, dy, wants, main_grad, grads, (None, None, None), buffers)
-        return backward_launch._launch_arguments(case.plan, tensors, options, saved, dy, wants, main_grad, grads, 16, buffers, key)
+        return backward_launch._launch_arguments(case.plan, tensors, options, saved, dy, wants, main_grad, grads, 16, buffers, key, False)
 
     varying = (backward_launch._STATE, backward_launch._SET_WORDS)
 

@@ -1,61 +1,38 @@
 """Launches kept ready: the driver's launcher gets from them what Triton's own way gives it, with the launcher and the encoding of descriptors stood in for."""
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
+import torch
 
 launch = pytest.importorskip("mok.engines.hopper.launch", reason="needs Triton with Gluon")
 backward_launch = pytest.importorskip("mok.engines.hopper.backward_launch")
 plan_kernel = pytest.importorskip("mok.engines.hopper.plan_kernel")
 
-import triton  # noqa: E402
-from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from launch_support import Compiled, Memory, binary, machine_without_gpu  # noqa: E402
+from oracle import make_case, want_all  # noqa: E402
 
-from mok.engines.hopper.compat import current_stream, ready_launch  # noqa: E402
-
-
-class Compiled:
-    """In a compiled function's place: not a Python function, as the launchers are not."""
-
-    def __init__(self, result):
-        self.result, self.calls = result, []
-
-    def __call__(self, *arguments):
-        self.calls.append(arguments)
-        return self.result(*arguments)
+from mok.engines.hopper import compat  # noqa: E402
+from mok.engines.hopper.compat import current_stream, new_empty, ready_launch  # noqa: E402
+from mok.engines.torch_gpu import TorchGpuEngine  # noqa: E402
+from mok.runtime import runtime  # noqa: E402
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Triton's NVIDIA launcher, as this release has it, without a GPU: .launches and .encoded are what reached the driver."""
-    launcher = Compiled(lambda *arguments: None)
-    encode = Compiled(lambda *arguments: ("encoded", *map(repr, arguments)))
-    utils = SimpleNamespace(launch=launcher, fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode, build_signature_metadata=lambda kinds: bytes(len(kinds)))
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 40 + index))
-    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **source: SimpleNamespace(launch=launcher), raising=False)   # 3.6: a launcher each
-    monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
-    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **parts: parts, raising=False)                                          # 3.9: one for all
-    return SimpleNamespace(launches=launcher.calls, encoded=encode.calls)
-
-
-def binary(source, **metadata):
-    """A compiled kernel as far as launching goes."""
-    descriptors = [kind for kind in source.signature.values() if kind.startswith("tensordesc")]
-    encoding = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
-    facts = {"tensordesc_meta": [encoding] * len(descriptors), "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
-             "profile_scratch_align": 1, "launch_cooperative_grid": True, "launch_pdl": False, **metadata}
-    return SimpleNamespace(run=nvidia.CudaLauncher(source, SimpleNamespace(**facts)), function=77, packed_metadata=(4, 1, 1000))
+    return machine_without_gpu(monkeypatch)
 
 
 def arguments_of(source, first=1 << 20):
     """One of every kind that the signature names, all different; constant expressions included."""
     constants = {name[0] if isinstance(name, tuple) else name: value for name, value in source.constants.items()}
     values = []
-    for i, (name, kind) in enumerate(source.signature.items()):
+    for i, kind in enumerate(source.signature.values()):
         if kind.startswith("tensordesc"):
             rank = kind.split("]")[0].count(",") + 1
-            values.append(backward_launch._descriptor(first + 256 * i, tuple(range(i + 2, i + 2 + rank)), (*range(800 + 8 * i, 800 + 8 * (i + rank - 1), 8), 1)))
+            strides = (*range(800 + 8 * i, 800 + 8 * (i + rank - 1), 8), 1)
+            values.append(backward_launch._descriptor(first + 256 * i, tuple(range(i + 2, i + 2 + rank)), strides))
         else:
             values.append(constants.get(i, i) if kind == "constexpr" else 0.5 + i if kind == "fp32" else first + 16 * i)
     return values
@@ -129,5 +106,88 @@ def test_an_unknown_launcher_is_left_to_triton(machine):
     assert not machine.launches
 
 
-def test_the_current_stream_is_tritons(machine):
+def test_the_current_stream_comes_from_pytorch_or_triton(machine, monkeypatch):
+    monkeypatch.setattr(compat, "_RAW_STREAM", None)
     assert current_stream(2) == 42
+    monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50 + index)
+    assert current_stream(2) == 52
+
+
+def described(call):
+    """A call of the launcher with addresses in the place of tensors."""
+    flat = [*call[:-1], *call[-1]] if isinstance(call[-1], (list, tuple)) else call
+    return [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in flat]
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_passes_go_through_ready_launches_from_the_third_on(machine, monkeypatch, which):
+    """List made, list found and made ready, ready: the same launch, whose descriptors are encoded anew in the first two alone."""
+    case = make_case(200, 272, 176, 5, 3, torch.bfloat16, biases=True, shared=((80, True),))
+    plan, options = TorchGpuEngine().build_plan(case.topk_ids, 5), replace(case.options, save_for_backward=True)
+    _, saved = TorchGpuEngine().forward(plan, case.tensors, options)
+    module, config = (launch, launch.ForwardConfig(True)) if which == "forward" else (backward_launch, backward_launch.BackwardConfig(0))
+    state = torch.zeros(16 + 2 * (16 + 5 * 4096), dtype=torch.int32)
+    monkeypatch.setattr(module, "launch_state", lambda device, tiles: (state, 4096))
+    monkeypatch.setattr(module, "on_device", lambda tensor: compat._NOTHING)
+    monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50)
+    monkeypatch.setattr(runtime, "scratch", {("hopper binary", None, config, True): binary(module.source(config)), ("hopper resident blocks", None, config): 132})
+    Memory(monkeypatch)
+
+    def run(tensors=case.tensors, **settings):
+        machine.encoded.clear()
+        if which == "forward":
+            launch.forward(plan, tensors, options, **settings)
+        else:
+            backward_launch.hopper_backward(plan, tensors, options, saved, case.dy, want_all(case), None, **settings)
+        return described(machine.launches[-1]), len(machine.encoded)
+
+    first, second, third = run(), run(), run()
+    descriptors = first[1]
+    assert descriptors > 10 and second[1] == 2 * descriptors and third[1] == 0           # the second both launches and makes ready
+    assert first[0] == second[0] == third[0] and len(machine.launches) == 3
+    elsewhere = replace(case.tensors, w_down=case.tensors.w_down.clone())
+    other = run(elsewhere)
+    assert other[1] == descriptors and other[0] != first[0] and run() == third
+    assert run(elsewhere)[0] == run(elsewhere)[0] == other[0]
+    reserved = run(reserve_sms=30)
+    assert reserved == ([102, *third[0][1:]], 0)
+    with pytest.raises(ValueError, match="reserve_sms=132 must be less than the 132 blocks"):
+        run(reserve_sms=132)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (3, 0), (4, 6), (2, 3, 4), (2, 0, 4)], ids=str)
+def test_memory_without_the_dispatcher_is_laid_out_as_torch_does(monkeypatch, shape):
+    from torch._C._dynamo.guards import _empty_strided_cpu
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(compat, "_EMPTY_CUDA", _empty_strided_cpu)
+    like = torch.zeros(1).as_subclass(OnGpu)
+    expected = torch.empty(shape, dtype=torch.bfloat16)
+    for size in (shape, torch.Size(shape)):
+        made = new_empty(like, size, torch.bfloat16)
+        assert (made.shape, made.stride(), made.dtype, made.storage_offset()) == (expected.shape, expected.stride(), expected.dtype, 0)
+
+
+@pytest.mark.gpu
+def test_ready_launches_change_no_bit_on_a_gpu(monkeypatch):
+    import mok
+
+    used = []
+    call = compat.ReadyLaunch.__call__
+    monkeypatch.setattr(compat.ReadyLaunch, "__call__", lambda self, *values: used.append(self) or call(self, *values))
+    generator = torch.Generator().manual_seed(3)
+    parts = [(torch.randn(size, generator=generator) * 0.1).to("cuda", torch.bfloat16).requires_grad_() for size in ((200, 256), (8, 256, 256), (8, 256, 128))]
+    x, w_gate_up, w_down = parts
+    weights = torch.rand(200, 2, generator=generator).cuda().requires_grad_()
+    ids = [torch.randint(-1, 8, (200, 2), generator=generator).cuda() for _ in range(2)]
+
+    def once(which):
+        y = mok.moe(x, ids[which], weights, w_gate_up, w_down)
+        return [part.cpu() for part in (y, *torch.autograd.grad(y, (x, weights, w_gate_up, w_down), torch.ones_like(y)))]
+
+    expected = [once(0), once(1)]
+    for turn in range(12):
+        assert all(torch.equal(a, b) for a, b in zip(once(turn % 2), expected[turn % 2], strict=True)), turn
+    assert len(set(map(id, used))) >= 5, "three launches of a plan, one forward, one backward"

@@ -205,6 +205,8 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
                  EP: gl.constexpr, OMIT: gl.constexpr):
     """The four z-steps of a DH task and its partials of d_topk_weights (of the gate's gradient, for a shared expert)."""
     q0, q1, q2, q3 = quarters
+    # Also for a task without k-steps: what the producer acquired before it loaded the first stage (gates, pulled weights) is there only now.
+    mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     valid = route >= 0
     if EP:
@@ -213,7 +215,7 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
     else:
         weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
     if slot >= 0:
-        # the movers' gates: the producer acquired their counter before it announced this task's first stage
+        # the movers' gates: the producer acquired their counter before it loaded this task's first stage
         valid = row < s.T
         weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
         if ((rows.gated >> slot) & 1) != 0:

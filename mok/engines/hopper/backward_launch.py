@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +17,7 @@ from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import ready_arguments
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
 from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
-from .expert_parallel_backward_move import EXTRA_COUNTERS
-from .gemm import SET_HEADER
-from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, GroupLaunch, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
+from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
 from .state import CONTROL_WORDS, launch_state
 
 CHUNK = 64                    # rows and columns of every box; equals backward_pipe.CHUNK
@@ -37,7 +35,6 @@ _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_gra
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
 _RUN_TIME = tuple(name for name in _backward_kernel.arg_names if not name.isupper() or name in INTEGERS)
 _STATE, _SET_WORDS = _RUN_TIME.index("state"), _RUN_TIME.index("set_words")
-_TOKENS, _PASS_NUMBER = _RUN_TIME.index("T"), _RUN_TIME.index("pass_number")
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32, and on several ranks row_weights (R,). `results` holds the shared experts' rows behind the routed ones.
-    With recompute z (R, 2I) and shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. Where z is made again, z (ring rows, 2I) and
+    shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -59,7 +56,6 @@ class BackwardScratch:
     gates: int
     z: int = 0
     shared_z: int = 0
-    row_weights: int = 0
 
     @property
     def narrow(self) -> int:
@@ -69,7 +65,7 @@ class BackwardScratch:
     @property
     def wide(self) -> int:
         """Elements of all fp32 buffers together."""
-        return self.partials + 2 * self.gates + self.row_weights
+        return self.partials + 2 * self.gates
 
     @property
     def bytes(self) -> int:
@@ -84,18 +80,17 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False,
-                     several_ranks: bool = False) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x. several_ranks: db_down is summed over rows
-    of dy, too, and routing weights are kept by row."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, z_rows: int | None = None) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. z_rows: None = forward has saved z, else rows of the ring (`z_ring_rows`) in which it is made again."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
-    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
+    z_again = z_rows is not None and (product or wants.w_down)
+    shared_z_again = z_rows is not None and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
-        dy_rows=rows * H if product or wants.w_down or (several_ranks and wants.b_down) else 0,
+        dy_rows=rows * H if product or wants.w_down else 0,
         x_rows=rows * H if wants.w_gate_up or z_again else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
@@ -104,9 +99,14 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
         gates=count * token_rows,
-        z=rows * 2 * I if z_again else 0,
-        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0,
-        row_weights=rows if several_ranks else 0)
+        z=z_rows * 2 * I if z_rows is not None and z_again else 0,
+        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
+
+
+def z_ring_rows(rows: int, group_tiles: int, config: BackwardConfig | None = None) -> int:
+    """Rows of the ring in which routed z is made again, no more than the plan's; as backward_tasks.z_ring has it. config: None = production's."""
+    config = config or BackwardConfig(0)
+    return min(rows, group_tiles * (config.ahead + 2) * (2 if config.align else 1) * TILE)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -124,8 +124,9 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
             return grads
         if reserve_sms is None:
             reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-        recompute = options.recompute is not None
-        buffers = _buffers(plan, tensors, wants, recompute)
+        recompute = options.recompute is not None if config is None else bool(config.recompute)
+        z_rows = z_ring_rows(plan.num_rows, group_tiles or _group_tiles(options, tensors), config) if recompute else None
+        buffers = _buffers(plan, tensors, wants, z_rows)
         key = _key(plan, tensors, options, saved, dy, wants, main_grad, grads, (config, group_tiles, options.overlap), buffers)
         found = ready_arguments.find_launch(key)
         if found is not None and reserve_sms < found[1]:
@@ -133,10 +134,8 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
             found[0](found[1] - reserve_sms, current_stream(tensors.x.device.index), state.data_ptr(), _set_words(state))
             return grads
         config = config or BackwardConfig(VARIANTS[_variant(options)], recompute=recompute)
-        if group_tiles is None:
-            asked = options.overlap.minibatch_rows if options.overlap else None
-            group_tiles = asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
-        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, buffers, key)
+        group_tiles = group_tiles or _group_tiles(options, tensors)
+        arguments = _launch_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, buffers, key, recompute)
         blocks = resident_blocks(config, tensors.x.device.index, lambda: _backward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
         if reserve_sms >= blocks:
             raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {tensors.x.device}")
@@ -144,52 +143,9 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
     return grads
 
 
-def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                   group: GroupLaunch, pass_number: int, debug: bool = False, group_tiles: int | None = None) -> Grads:
-    """`hopper_backward` of one rank of several, all of which launch, those without tokens too. pass_number: what ranks compare, 0 to 2^31 - 1."""
-    grads = _empty_grads(tensors, wants, main_grad)
-    if want_bits(wants) == 0:
-        return grads
-    if tensors.x.shape[0] == 0:
-        _zeroed(Grads(shared=grads.shared))
-    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
-    with torch.cuda.device(tensors.x.device):
-        arguments = _group_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group, pass_number, group_tiles)
-        _backward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
-    return grads
-
-
-def load_group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, group: GroupLaunch, debug: bool) -> None:
-    """Compile and load the variant that `group_backward` with these options would launch; run nothing."""
-    wants = Wants(x=True, shared=tuple((False, False, False) for _ in tensors.shared))
-    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
-    saved = Saved(tensors.x.new_empty((plan.num_rows, tensors.w_gate_up.shape[1])), tensors.x.new_empty((tensors.x.shape[0], 0)))
-    arguments = _group_arguments(plan, tensors, options, saved, tensors.x, wants, None, _empty_grads(tensors, wants, None), group, 0, None)
-    _backward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
-
-
-def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                     grads: Grads, group: GroupLaunch, pass_number: int, group_tiles: int | None) -> list[Any]:
-    """Scratch, and the run-time arguments of a launch on several ranks. A rank without tokens has memory for one, which nobody reads: TMA cannot
-    describe an array without rows, and arguments of another type would make another binary."""
-    (T, H), (E, _, I) = tensors.x.shape, tensors.w_down.shape
-    if T == 0:
-        K = tensors.topk_weights.shape[1]
-        x, weights, slots = tensors.x.new_empty((1, H)), tensors.topk_weights.new_empty((1, K)), plan.slot_to_row.new_empty(K)
-        tensors, plan = replace(tensors, x=x, topk_weights=weights, shared=()), replace(plan, slot_to_row=slots)
-        dy, wants, grads = x, replace(wants, shared=()), replace(grads, shared=[])
-    weights = tensors.topk_weights.contiguous()
-    tensors = replace(tensors, topk_weights=weights.clone() if weights.data_ptr() % 16 else weights)     # it also stands in for what is not wanted
+def _group_tiles(options: PassOptions, tensors: MoETensors) -> int:
     asked = options.overlap.minibatch_rows if options.overlap else None
-    group_tiles = group_tiles or (asked // TILE if asked else max(2, round(default_group(H, I) * group.card)))   # L2 is shared, too
-    sizes = backward_scratch(T, H, I, plan.num_rows, [expert.w_down.shape[1] for expert in tensors.shared], wants, several_ranks=True)
-    narrow = torch.empty(sizes.narrow, dtype=dy.dtype, device=dy.device)
-    wide = torch.empty(sizes.wide, dtype=torch.float32, device=dy.device)
-    counters = 2 * (plan.num_rows // TILE) + (len(tensors.shared) + 1) * -(-T // TILE) + E + EXTRA_COUNTERS
-    assert SET_HEADER.value + counters <= _set_words(group.state), "the group's control block was made for the worst case"
-    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, sizes, narrow, wide, group.state, False)
-    arguments[_TOKENS], arguments[_PASS_NUMBER] = T, pass_number
-    return arguments
+    return asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
 
 
 def default_group(H: int, I: int) -> int:
@@ -227,12 +183,13 @@ def _zeroed(grads: Grads) -> Grads:
 
 
 def _launch_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                      grads: Grads, group_tiles: int, buffers: tuple[BackwardScratch, Tensor, Tensor], key: Hashable) -> list[Any]:
+                      grads: Grads, group_tiles: int, buffers: tuple[BackwardScratch, Tensor, Tensor], key: Hashable,
+                      recompute: bool) -> list[Any]:
     """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    state = _launch_state(plan, tensors, options.recompute is not None)
+    state = _launch_state(plan, tensors, recompute)
     arguments = ready_arguments.find(key)
     if arguments is None:
-        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, state, options.recompute is not None)
+        arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, state, recompute)
         read, own = _touched(plan, tensors, saved, dy, main_grad, grads, buffers)
         ready_arguments.keep(key, arguments, (*read, *own, state))
     else:
@@ -246,17 +203,17 @@ def _launch_state(plan: RoutingPlan, tensors: MoETensors, recompute: bool) -> Te
     return launch_state(tensors.x.device, -(-tiles // 4))[0]
 
 
-def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, recompute: bool) -> tuple[BackwardScratch, Tensor, Tensor]:
-    """The launch's scratch: sizes, bf16 and fp32 memory."""
+def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, z_rows: int | None) -> tuple[BackwardScratch, Tensor, Tensor]:
+    """The launch's scratch: sizes, bf16 and fp32 memory. z_rows: as in `backward_scratch`."""
     x = tensors.x
     sizes = _scratch_of(*x.shape, tensors.w_down.shape[2], plan.num_rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants,
-                        recompute)
+                        z_rows)
     return sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)
 
 
 @lru_cache(maxsize=4096)
-def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool) -> BackwardScratch:
-    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, z_rows: int | None) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, z_rows)
 
 
 @lru_cache(maxsize=4096)
@@ -305,13 +262,13 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
     if recompute:
         saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
-    partials, gates, gate_slopes, row_weights = wide.split([sizes.partials, sizes.gates, sizes.gates, sizes.row_weights])
+    partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
     up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
     boxes["up_desc"] = (up, (E, 2, I, H), (up.stride(0), I * up.stride(1), up.stride(1), 1))
     boxes["down_desc"] = (down, (E, H, I), down.stride())
-    boxes["z_desc"] = (saved.z, (2, rows, I), (I, 2 * I, 1))
+    boxes["z_desc"] = (saved.z, (2, saved.z.shape[0], I), (I, 2 * I, 1))
     for name, buffer, width in (("dy_rows_desc", dy_rows, H), ("x_rows_desc", x_rows, H), ("wh_desc", wh, I)):
         boxes[name] = (buffer, (rows, width), (width, 1))
     boxes["dz_desc"] = (dz, (2, rows, I), (I, 2 * I, 1))
@@ -348,7 +305,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         | (16 if has_b_up else 0),
         "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
         "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None,
-        "row_to_rank": plan.row_to_rank, "row_weights": row_weights, "pass_number": 0}
+        "row_to_rank": plan.row_to_rank, "row_weights": None, "pass_number": 0}                # the latter two on several ranks alone
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 

@@ -34,6 +34,9 @@ COMPILE_OPTIONS = {"enable_fp_fusion": False}
 _EMPTY_CUDA = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 
 
+# Without Python around them: each is asked for several times a pass
+_RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_CURRENT_DEVICE = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _NOTHING = nullcontext()
 
 
@@ -47,7 +50,7 @@ def new_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 @lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(the shape, its strides) as plain tuples: `_EMPTY_CUDA` refuses a torch.Size."""
-    strides: tuple[int, ...] = (1,)
+    strides: tuple[int, ...] = (1,) if shape else ()
     for size in shape[:0:-1]:
         strides = (strides[0] * (size or 1), *strides)
     return tuple(shape), strides
@@ -55,12 +58,12 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
     """Makes the tensor's GPU the current one, to which launches go; nothing to do where it is that already."""
-    return torch.cuda.device(tensor.device) if tensor.device.index != torch.cuda.current_device() else _NOTHING
+    return torch.cuda.device(tensor.device) if tensor.get_device() != _CURRENT_DEVICE() else _NOTHING
 
 
 def current_stream(device_index: int | None) -> int:
     """The handle of the device's current stream."""
-    return triton.runtime.driver.active.get_current_stream(device_index)
+    return _RAW_STREAM(device_index) if _RAW_STREAM is not None else triton.runtime.driver.active.get_current_stream(device_index)
 
 
 class ReadyLaunch:

@@ -150,7 +150,7 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
         return out, Saved(z, shared_z)
     if T == 0:
         tensors, widths = replace(tensors, shared=()), ()             # TMA cannot describe an array without rows
-    settings = (config, grain, options.overlap)
+    settings = (config, grain, options.overlap, None if group is None else group.cooperative)
     if grain is None:
         grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card)
     else:
@@ -158,23 +158,22 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
     scratch = new_empty(x, (sizes.elements,), x.dtype)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-    if group is None:
-        key = _key(plan, tensors, options, out, z, shared_z, scratch, settings)
-        found = ready_arguments.find_launch(key)
-        if found is not None and reserve_sms < found[1]:
-            state, capacity = _launch_state(plan, tensors)
-            found[0](found[1] - reserve_sms, current_stream(x.device.index), state.data_ptr(), capacity)
-            return out, Saved(z, shared_z)
-    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
-    if group is not None:
-        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, group.state, group.capacity)
-        _forward_kernel[(group.blocks,)](*arguments, **config.constexprs(), **group.options)
+    key = _key(plan, tensors, options, out, z, shared_z, scratch, settings)
+    found = ready_arguments.find_launch(key)
+    if found is not None and reserve_sms < found[1]:
+        state, capacity = _launch_state(plan, tensors, group)
+        found[0](found[1] - reserve_sms, current_stream(x.device.index), state.data_ptr(), capacity)
         return out, Saved(z, shared_z)
-    arguments = _arguments_on_one_rank(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, key)
-    blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
+    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
+    arguments = _ready_list(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, key, group)
+    if group is None:
+        blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
+    else:
+        blocks = group.blocks
     if reserve_sms >= blocks:
         raise ValueError(f"{reserve_sms=} must be less than the {blocks} blocks that fit on {x.device}")
-    launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments, key, (_STATE, _CAPACITY), blocks)
+    launch_kernel(_forward_kernel, config, x.device.index, blocks - reserve_sms, arguments, key, (_STATE, _CAPACITY), blocks,
+                  LAUNCH if group is None else group.options)
     return out, Saved(z, shared_z)
 
 
@@ -185,7 +184,9 @@ def _default_sizes(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, 
     return grain, scratch_sizes(T, H, I, rows, shared_widths, grain)
 
 
-def _launch_state(plan: RoutingPlan, tensors: MoETensors) -> tuple[Tensor, int]:
+def _launch_state(plan: RoutingPlan, tensors: MoETensors, group: GroupLaunch | None) -> tuple[Tensor, int]:
+    if group is not None:
+        return group.state, group.capacity
     return launch_state(tensors.x.device, max(plan.num_rows // TILE, 4 * -(-tensors.x.shape[0] // TILE) * len(tensors.shared)))
 
 
@@ -211,10 +212,10 @@ def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: F
     _forward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
 
 
-def _arguments_on_one_rank(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
-                           sizes: ScratchSizes, grain: Granularity, key: Hashable) -> list[Any]:
+def _ready_list(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
+                sizes: ScratchSizes, grain: Granularity, key: Hashable, group: GroupLaunch | None) -> list[Any]:
     """The kernel's run-time arguments, taken from an earlier launch like this one where there was one."""
-    state, capacity = _launch_state(plan, tensors)
+    state, capacity = _launch_state(plan, tensors, group)
     arguments = ready_arguments.find(key)
     if arguments is None:
         arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, state, capacity)
@@ -320,23 +321,24 @@ def rows_readable(x: Tensor, for_tma: bool) -> Tensor:
     return x if good else x.clone(memory_format=torch.contiguous_format)      # contiguous() would keep a contiguous x at an odd address
 
 
-def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any], list_key: Hashable, varying: Sequence[int],
-                  resident: int) -> None:
+def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, arguments: Sequence[Any], list_key: Hashable = None,
+                  varying: Sequence[int] = (), resident: int = 0, options: dict[str, Any] | None = None) -> None:
     """Launch `kernel` with `config.constexprs()`; from a config's second launch on without Triton's look at the arguments, which may then be addresses.
 
     That look is half of a launch's host time and cannot change its answer: one config is one binary, whatever the arguments' values
     (nothing but the constant expressions selects a binary; a test counts binaries). A list that was found under `list_key` is made a ready launch
-    there; varying: indices of what each launch brings; resident: blocks of this variant that are resident at once.
+    there; varying: indices of what each launch brings; resident: blocks of this variant that are resident at once; options: LAUNCH, or a group's.
     """
-    key = ("hopper binary", device_index, config)
+    options = LAUNCH if options is None else options
+    key = ("hopper binary", device_index, config, options["launch_cooperative_grid"])
     binary = runtime.scratch.get(key)
     constexprs = config.constexprs()
     if binary is None:
-        runtime.scratch[key] = kernel[(blocks,)](*arguments, **constexprs, **LAUNCH)
+        runtime.scratch[key] = kernel[(blocks,)](*arguments, **constexprs, **options)
         return
     stream = current_stream(device_index)
     binary.run(blocks, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments, *constexprs.values())
-    if not any(isinstance(argument, Tensor) for argument in arguments):
+    if list_key is not None and not any(isinstance(argument, Tensor) for argument in arguments):
         ready_arguments.keep_launch(list_key, binary, (*arguments, *constexprs.values()), varying, resident)
 
 
