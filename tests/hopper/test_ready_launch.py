@@ -130,7 +130,8 @@ def test_passes_go_through_ready_launches_from_the_third_on(machine, monkeypatch
     monkeypatch.setattr(module, "launch_state", lambda device, tiles: (state, 4096))
     monkeypatch.setattr(module, "on_device", lambda tensor: compat._NOTHING)
     monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50)
-    monkeypatch.setattr(runtime, "scratch", {("hopper binary", None, config, True): binary(module.source(config)), ("hopper resident blocks", None, config): 132})
+    kept = {("hopper binary", None, config, True): binary(module.source(config)), ("hopper resident blocks", None, config): 132}
+    monkeypatch.setattr(runtime, "scratch", kept)
     Memory(monkeypatch)
 
     def run(tensors=case.tensors, **settings):
