@@ -1,11 +1,13 @@
-"""Several ranks on one GPU against one rank on as many multiprocessors, same global work: first the bits, then the time of plan + forward.
+"""Several ranks on one GPU against one rank on as many multiprocessors, same global work: first the bits, then the time of plan + forward, or of backward.
 
     PYTHONPATH=. python3 runs/expert_parallel.py --ranks 4 --commit HASH --out OUT.json
+    PYTHONPATH=. python3 runs/expert_parallel.py --ranks 4 --backward --commit HASH --out OUT.json
 
 Every rank is a process, a client of a private MPS daemon with its share of the multiprocessors. Rank r has a quarter (T / W) of the tokens of the Kimi K2 rank
-shape and its block of the experts. Its y must equal, bit for bit, that part of what one rank's engine computes for all tokens.
+shape and its block of the experts. Its y (with --backward its gradients too) must equal, bit for bit, that part of what one rank's engine computes for
+all tokens.
 
-Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted), `host_us` the host's time for plan + forward.
+Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted), `host_us` the host's time for a call.
 """
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ SHAPES = {"kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2), "qwen3-30b-a3b": (3276
 
 
 def problem(T: int, H: int, I: int, E: int, K: int) -> tuple[torch.Tensor, ...]:
-    """(ids, x, weights of the routes, w_gate_up, w_down), the same in every process."""
+    """(ids, x, weights of the routes, w_gate_up, w_down, dy), the same in every process."""
     torch.manual_seed(0)
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
     up = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16).mul_(H**-0.5)
     down = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16).mul_(I**-0.5)
     scores, ids = torch.randn(T, E, device="cuda").topk(K)
-    return ids, x, scores.softmax(-1).contiguous(), up, down
+    return ids, x, scores.softmax(-1).contiguous(), up, down, torch.randn_like(x)
+
+
+def gradients(passes: Any, plan: Any, tensors: Any, options: Any, saved: Any, dy: torch.Tensor) -> list[torch.Tensor]:
+    """dx, d_topk_weights, dw_gate_up, dw_down by a group or an engine."""
+    from mok.engines.protocol import Wants
+
+    grads = passes.backward(plan, tensors, options, saved, dy, Wants(True, True, True, True), None)
+    return [grads.x, grads.topk_weights, grads.w_gate_up, grads.w_down]
 
 
 def timed(call: Any, count: int, blocks: int, together: Any) -> tuple[list[float], float]:
@@ -54,7 +64,7 @@ def timed(call: Any, count: int, blocks: int, together: Any) -> tuple[list[float
     return times, statistics.median(host)
 
 
-def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, count: int, blocks: int, results: Any) -> None:
+def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, backward: bool, count: int, blocks: int, results: Any) -> None:
     """One rank: build the group, compare with one rank's engine, time."""
     import mok
     from mok.engines.hopper.engine import HopperEngine
@@ -64,7 +74,7 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=rank, world_size=W)
     T, H, _, E, K = shape
-    ids, x, weights, up, down = problem(*shape)
+    ids, x, weights, up, down, dy = problem(*shape)
     mine = slice(rank * T // W, (rank + 1) * T // W)
     first, owned = experts_of_rank(E, W, rank)
     started = time.perf_counter()
@@ -74,42 +84,57 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
         raise RuntimeError("this group's launches do not communicate")
     own_ids = ids[mine].contiguous()
     tensors = MoETensors(x[mine], weights[mine], up[first:first + owned], down[first:first + owned])
-    options = PassOptions(save_for_backward=save)
+    options = PassOptions(save_for_backward=save or backward)
+    plan = group.build_plan(own_ids, owned, "benchmark")
+    y, saved = group.forward(plan, tensors, options)
+    ours = [y, *(gradients(group, plan, tensors, options, saved, dy[mine]) if backward else ())]
 
-    def call() -> torch.Tensor:
+    def call() -> Any:
+        if backward:
+            return gradients(group, plan, tensors, options, saved, dy[mine])
         return group.forward(group.build_plan(own_ids, owned, "benchmark"), tensors, options)[0]
 
-    y = call()
     torch.cuda.synchronize()
     mok.check()
     dist.barrier()
-    engine = HopperEngine()
-    whole = engine.forward(engine.build_plan(ids, E), MoETensors(x, weights, up, down), options)[0][mine]
+    engine, everything = HopperEngine(), MoETensors(x, weights, up, down)
+    whole_plan = engine.build_plan(ids, E)
+    whole, whole_saved = engine.forward(whole_plan, everything, options)
+    wanted = [whole[mine]]
+    if backward:
+        dx, d_topk, d_up, d_down = gradients(engine, whole_plan, everything, options, whole_saved, dy)
+        wanted += [dx[mine], d_topk[mine], d_up[first:first + owned], d_down[first:first + owned]]
+        del dx, d_topk, d_up, d_down
     torch.cuda.synchronize()
-    differing = int((y != whole).any(1).sum())
-    del whole
+    differing = [int((a != b).reshape(a.shape[0], -1).any(1).sum()) for a, b in zip(ours, wanted, strict=True)]      # tokens; of weights, experts
+    del whole, whole_saved, wanted
+    torch.cuda.empty_cache()
     dist.barrier()
     timed(call, count, 1, dist.barrier)                                    # warm
     times, host = timed(call, count, blocks, dist.barrier)
     mok.check()
-    results.put({"rank": rank, "differing_tokens": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
+    results.put({"rank": rank, "differing": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
                  "rows": int(group.build_plan(own_ids, owned, "benchmark").expert_offsets[-1])})
     torch.cuda.synchronize()
     dist.barrier()
 
 
-def one_rank(shape: tuple[int, ...], save: bool, sms: int, count: int, blocks: int, results: Any) -> None:
+def one_rank(shape: tuple[int, ...], save: bool, backward: bool, sms: int, count: int, blocks: int, results: Any) -> None:
     """The same work by one rank's engine on `sms` multiprocessors."""
     from mok.config import Overlap
     from mok.engines.hopper.engine import HopperEngine
     from mok.engines.protocol import MoETensors, PassOptions
 
-    ids, x, weights, up, down = problem(*shape)
+    ids, x, weights, up, down, dy = problem(*shape)
     engine, tensors = HopperEngine(), MoETensors(x, weights, up, down)
     total = torch.cuda.get_device_properties(0).multi_processor_count
-    options = PassOptions(save_for_backward=save, overlap=Overlap(reserve_sms=total - sms))
+    options = PassOptions(save_for_backward=save or backward, overlap=Overlap(reserve_sms=total - sms))
+    plan = engine.build_plan(ids, shape[3])
+    saved = engine.forward(plan, tensors, options)[1]
 
-    def call() -> torch.Tensor:
+    def call() -> Any:
+        if backward:
+            return gradients(engine, plan, tensors, options, saved, dy)
         return engine.forward(engine.build_plan(ids, shape[3]), tensors, options)[0]
 
     timed(call, count, 1, lambda: None)
@@ -122,6 +147,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--shape", choices=SHAPES, default="kimi-k2-ep64-rank")
     parser.add_argument("--save", action="store_true", help="keep what backward needs")
+    parser.add_argument("--backward", action="store_true", help="compare and time backward")
     parser.add_argument("--calls", type=int, default=20, help="of a block")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--commit", default="")
@@ -135,29 +161,32 @@ def main() -> int:
     T, H, I, _, K = shape
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder, PrivateMps() as mps, mps.inherited():
-        processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, args.save, args.calls, args.blocks, results)) for r in range(W)]
+        how = (args.save, args.backward)
+        processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, *how, args.calls, args.blocks, results)) for r in range(W)]
         for process in processes:
             process.start()
         outcomes = sorted((results.get(timeout=180) for _ in range(W)), key=lambda outcome: outcome["rank"])
         for process in processes:
             process.join(30)
-    alone_process = context.Process(target=one_rank, args=(shape, args.save, sum(o["blocks"] for o in outcomes), args.calls, args.blocks, results))
+    alone_process = context.Process(target=one_rank, args=(shape, *how, sum(o["blocks"] for o in outcomes), args.calls, args.blocks, results))
     alone_process.start()
     alone = results.get(timeout=120)
     alone_process.join(30)
     group_ms = [max(blocks) for blocks in zip(*(outcome["ms"] for outcome in outcomes), strict=True)]      # a step is over when the last rank is
-    flops = 6 * T * K * H * I / 1e9
-    common = {"shape": args.shape, "thiek": list(shape), "pass": "forward" if args.save else "forward-no-grad", "precision": "bf16"}
+    flops = (12 if args.backward else 6) * T * K * H * I / 1e9
+    common = {"shape": args.shape, "thiek": list(shape), "pass": "backward" if args.backward else "forward" if args.save else "forward-no-grad",
+              "precision": "bf16"}
     entries = []
     for impl, times, host in ((f"mok, {W} ranks", group_ms, max(o["host_us"] for o in outcomes)), ("mok, 1 rank", alone["ms"], alone["host_us"])):
         ms = statistics.median(times)
         entries.append({**common, "impl": impl, "ms": ms, "tflops": flops / ms, "spread": (max(times) - min(times)) / ms / 2, "host_us": host})
         print(f"{impl:16s} {ms:8.3f} ms {flops / ms:7.1f} TFLOP/s  host {host:.0f} us", flush=True)
-    differing = sum(outcome["differing_tokens"] for outcome in outcomes)
+    differing = sum(sum(outcome["differing"]) for outcome in outcomes)
     commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(json.dumps(document := {
         "date": datetime.date.today().isoformat(), "commit": commit, "gpu": alone["gpu"], "torch": torch.__version__, "triton": triton.__version__,
-        "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "differing_tokens": differing, "ratio_to_one_rank": entries[0]["ms"] / entries[1]["ms"],
+        "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "differing_tokens": differing,
+        "differing_of_ranks": [outcome["differing"] for outcome in outcomes], "ratio_to_one_rank": entries[0]["ms"] / entries[1]["ms"],
         "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes], "built_s": [round(outcome["built_s"], 1) for outcome in outcomes],
         "results": entries}))
     if args.out:

@@ -18,11 +18,12 @@ from mok.plan import experts_of_rank
 
 BLOCK, ROW_RING, HIDDEN_RING, K, MAX_TOKENS = 2, 2, 2, 2, 2
 MOVERS, CONSUMERS = 2, 2
-# Every wait of the exchange and the launch. `x_ready own`: before the first look at token_arrived.
+# Every wait of the exchange, of forward's launch (`x_ready own`: before the first look at token_arrived), and of backward's.
 WAITS = ("ids_ready", "staged", "x_ready", "row place", "rows_ready", "hidden place", "hidden_ready", "results_ready", "x_ready own", "token_arrived",
-         "pulled", "x_consumed")
-FAULTS = ("one ids buffer", "flags compared with ==", "x_consumed counted and zeroed", "zeroed after x_ready", "blocking, sums before pushes")
-KINDS = ("announce", "pull", "report", "push", "sum")      # what a mover does, the first possible one first
+         "grads_ready", "dy_ready", "dz", "x rows", "dh_done", "dx_done", "grads_sent")
+FAULTS = ("one ids buffer", "flags compared with ==", "zeroed after x_ready", "blocking, sums before pushes", "grads_ready before all have staged",
+          "grads_sent before all have sent", "grads_sent only where rows return", "results stand for grads_sent", "x not staged again")
+KINDS = ("announce", "pull", "push", "sum")      # what a mover of forward does, the first possible one first
 Role = Iterator[Callable[[], bool] | None]
 Cell = tuple[int, int, object]
 
@@ -41,9 +42,12 @@ class LostRow(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """One pass over the exchange's routes: `exchange` is the number of the exchange whose plan it uses, `returns` whether row results go home."""
+    """One pass over the exchange's routes: `exchange` is the number of the exchange whose plan it uses; of backward: whether gradients of rows go home
+    (else weight gradients alone are wanted), and whether rows of x are needed."""
     exchange: int
+    backward: bool = False
     returns: bool = True
+    x_rows: bool = True
 
 
 @dataclass
@@ -54,6 +58,11 @@ class Rank:
     ids: list[list[Cell]]
     x: list[Cell]
     slots: list[Cell]
+    dy: list[Cell]
+    weight_slots: list[Cell]
+    dy_rows: dict[int, Cell] = field(default_factory=dict)                              # backward's buffers of rows, and dz of each tile
+    x_rows: dict[int, Cell] = field(default_factory=dict)
+    dz: dict[int, Cell] = field(default_factory=dict)
     row_ring: list[Cell] = field(default_factory=lambda: [_EMPTY] * (ROW_RING * BLOCK))
     hidden_ring: list[Cell] = field(default_factory=lambda: [_EMPTY] * HIDDEN_RING)
     results: dict[int, Cell] = field(default_factory=dict)                              # row -> its result: a full buffer, no ring
@@ -72,7 +81,18 @@ class Counters:
     hidden_ready: list[int]
     results_ready: list[int]
     staged: int = 0
-    pulled: int = 0
+
+
+@dataclass
+class BackwardCounters:
+    """Likewise of a backward launch."""
+    dy_ready: list[int]
+    dh_ready: list[int]
+    staged: int = 0
+    x_pulled: int = 0
+    dh_done: int = 0
+    dx_done: int = 0
+    sent: int = 0
 
 
 class Model:
@@ -92,7 +112,7 @@ class Model:
         self.owner = [rank for rank in range(self.W) for _ in range(experts_of_rank(num_experts, self.W, rank)[1])]
         names = [name for name in FLAGS if name != "token_arrived"]
         self.ranks = [Rank({name: [0] * self.W for name in names}, [0] * MAX_TOKENS, [[_EMPTY] * (MAX_TOKENS * K) for _ in range(2)], [_EMPTY] * MAX_TOKENS,
-                           [_EMPTY] * (MAX_TOKENS * K)) for _ in range(self.W)]
+                           [_EMPTY] * (MAX_TOKENS * K), [_EMPTY] * MAX_TOKENS, [_EMPTY] * (MAX_TOKENS * K)) for _ in range(self.W)]
 
     # ---- schedule ------------------------------------------------------------------------------------------------------------------
 
@@ -140,17 +160,10 @@ class Model:
         seen = self.ranks[r].flags[name][source]
         return seen == epoch if self.fault == "flags compared with ==" else seen >= epoch
 
-    def consumed(self, r: int, source: int, epoch: int) -> bool:
-        """Whether rank r sees that `source` has pulled all its rows of this launch."""
-        if self.fault == "x_consumed counted and zeroed":
-            return self.ranks[r].flags["x_consumed"][source] == 1
-        return self.flag(r, "x_consumed", source, epoch)
-
     def signal(self, r: int, name: str, epoch: int) -> Role:
         """Rank r tells every page, its own too."""
         for peer in self.ranks:
-            counted = name == "x_consumed" and self.fault == "x_consumed counted and zeroed"
-            peer.flags[name][r] = peer.flags[name][r] + 1 if counted else epoch
+            peer.flags[name][r] = epoch
             yield None
 
     def expect(self, r: int, cell: Cell, wanted: Cell) -> None:
@@ -179,14 +192,15 @@ class Model:
             if self.aborted(r):                             # a dead group launches nothing more
                 return
             plan = self.ranks[r].plans[launch.exchange]
-            counters = Counters(*([0] * (len(plan) // BLOCK) for _ in range(3)))
             ended: list[bool] = []
-            if self.fault == "x_consumed counted and zeroed":
-                self.ranks[r].flags["x_consumed"] = [0] * self.W
-            for m in range(MOVERS):
-                self._start(self._ending(Mover(self, r, n, launch, plan, counters, m).role(), ended))
-            for which in range(CONSUMERS):
-                self._start(self._ending(self._consumer(r, n, plan, counters, which), ended))
+            if launch.backward:
+                roles = backward_roles(self, r, n, launch, plan)
+            else:
+                counters = Counters(*([0] * (len(plan) // BLOCK) for _ in range(3)))
+                roles = [Mover(self, r, n, launch, plan, counters, m).role() for m in range(MOVERS)]
+                roles += [self._consumer(r, n, plan, counters, which) for which in range(CONSUMERS)]
+            for role in roles:
+                self._start(self._ending(role, ended))
             yield lambda ended=ended: len(ended) == MOVERS + CONSUMERS
             self._check_end(r, n, launch)
 
@@ -198,7 +212,7 @@ class Model:
         """Rule 5: no signal to this launch is still on its way when the kernel has ended."""
         valid = [sum(expert >= 0 for expert in row) for row in self.routes[launch.exchange - 1][r]]
         arrived = self.ranks[r].token_arrived[:len(valid)]
-        if launch.returns and not self.aborted(r) and arrived != valid:
+        if not launch.backward and not self.aborted(r) and arrived != valid:
             raise LostRow(f"rank {r} ended launch {n} with {arrived} results of its tokens instead of {valid}")
 
     # ---- the exchange kernel --------------------------------------------------------------------------------------------------------
@@ -252,28 +266,22 @@ class Model:
 
 
 class Mover:
-    """One mover of a launch: stages its share, then announces, pulls, reports, pushes and sums."""
+    """One mover of a forward launch: stages its share, then announces, pulls, pushes and sums."""
 
     def __init__(self, model: Model, r: int, n: int, launch: Launch, plan: list, counters: Counters, m: int) -> None:
         self.model, self.r, self.n, self.plan, self.c = model, r, n, plan, counters
         self.me = model.ranks[r]
         self.tokens = model.routes[launch.exchange - 1][r]
         self.mine = list(range(m, len(self.tokens), MOVERS))
-        self.leads = m == 0
-        self.returns = launch.returns
         rows = list(range(m, len(plan), MOVERS))
-        home = launch.returns
         others = range(MOVERS - 1 - m, len(self.tokens), MOVERS)     # it sums tokens whose counters another mover zeroes
-        self.todo = {"announce": deque([0] * self.leads), "pull": deque(rows), "report": deque([0] * (self.leads and not home)),
-                     "push": deque(row for row in rows if home and plan[row] is not None), "sum": deque(others if home else ())}
+        self.todo = {"announce": deque([0] * (m == 0)), "pull": deque(rows), "push": deque(row for row in rows if plan[row] is not None), "sum": deque(others)}
 
     def role(self) -> Role:
         yield from self.stage()
-        if not self.todo["pull"]:
-            self.c.pulled += 1
         kinds = list(KINDS)
         if self.model.fault == "blocking, sums before pushes":
-            kinds = ["announce", "pull", "report", "sum", "push"]
+            kinds = ["announce", "pull", "sum", "push"]
         while waiting := [kind for kind in kinds if self.todo[kind]]:
             if self.model.blocking:
                 waiting = waiting[:1]
@@ -283,9 +291,6 @@ class Mover:
                 if reached():
                     yield from getattr(self, kind)(self.todo[kind].popleft())
                     break
-        if self.leads and not self.returns:              # rule 5: what was signalled to this launch is awaited in it
-            for p in range(self.model.W):
-                yield self.model.wait(self.r, "x_consumed", lambda p=p: self.model.consumed(self.r, p, self.n))
 
     def stage(self) -> Role:
         """Counters first: a token's counter is zero before anybody can know of this launch."""
@@ -324,14 +329,6 @@ class Mover:
         yield None
         self.c.rows_ready[row // BLOCK] += 1
         yield None
-        if not self.todo["pull"]:
-            self.c.pulled += 1
-
-    def can_report(self, _: int) -> Callable[[], bool]:
-        return self.model.wait(self.r, "pulled", lambda: self.c.pulled == MOVERS)
-
-    def report(self, _: int) -> Role:
-        yield from self.model.signal(self.r, "x_consumed", self.n)
 
     def can_push(self, row: int) -> Callable[[], bool]:
         return self.model.wait(self.r, "results_ready", lambda: self.c.results_ready[row // BLOCK] > 0)
@@ -365,3 +362,138 @@ class Mover:
                 yield None
         self.me.summed.setdefault(self.n, {})[t] = results
         yield None
+
+
+def backward_roles(model: Model, r: int, n: int, launch: Launch, plan: list) -> list[Role]:
+    """Movers and tensor cores of one rank's backward launch."""
+    counters = BackwardCounters([0] * (len(plan) // BLOCK), [0] * (len(plan) // BLOCK))
+    return [*(BackwardMover(model, r, n, launch, plan, counters, m).role() for m in range(MOVERS)),
+            *(_backward_consumer(model, r, n, launch, plan, counters, which) for which in range(CONSUMERS))]
+
+
+def _backward_consumer(model: Model, r: int, n: int, launch: Launch, plan: list, c: BackwardCounters, which: int) -> Role:
+    """All DH, then all DX, then the weight gradients, dealt out in turn."""
+    me, tiles = model.ranks[r], len(plan) // BLOCK
+    tasks = [("dh", tile) for tile in range(tiles)] + [("dx", tile) for tile in range(tiles) if launch.returns]
+    tasks += [("weights", tile) for tile in range(tiles) if launch.x_rows]
+    for kind, tile in tasks[which::CONSUMERS]:
+        rows = range(tile * BLOCK, (tile + 1) * BLOCK)
+        if kind == "dh":
+            yield model.wait(r, "dy_ready", lambda tile=tile: c.dy_ready[tile] == BLOCK)
+            for row in rows:
+                model.expect(r, me.dy_rows.get(row, _EMPTY), (n, row, plan[row] and plan[row][:2]))
+                yield None
+            me.dz[tile] = (n, tile, "dz")
+            yield None
+            c.dh_ready[tile] += 1
+            c.dh_done += 1
+        elif kind == "dx":
+            yield model.wait(r, "dz", lambda tile=tile: c.dh_ready[tile] > 0)
+            model.expect(r, me.dz.get(tile, _EMPTY), (n, tile, "dz"))
+            for row in rows:
+                me.results[row] = (n, row, plan[row] and plan[row][:2])
+                yield None
+            c.dx_done += 1
+        else:
+            yield model.wait(r, "x rows", lambda: c.x_pulled == len(plan))
+            for row in rows:
+                model.expect(r, me.x_rows.get(row, _EMPTY), (n, row, plan[row] and plan[row][:2]))
+                yield None
+        yield None
+
+
+class BackwardMover:
+    """One mover of a backward launch: one thing after the other, as the kernel's do."""
+
+    def __init__(self, model: Model, r: int, n: int, launch: Launch, plan: list, counters: BackwardCounters, m: int) -> None:
+        self.model, self.r, self.n, self.launch, self.plan, self.c, self.m = model, r, n, launch, plan, counters, m
+        self.me = model.ranks[r]
+        self.tokens = model.routes[launch.exchange - 1][r]
+        self.rows = range(m, len(plan), MOVERS)
+
+    def role(self) -> Role:
+        model, r, n, c = self.model, self.r, self.n, self.c
+        yield from self.stage()
+        for p in range(model.W):
+            yield model.wait(r, "grads_ready", lambda p=p: model.flag(r, "grads_ready", p, n))
+        if self.m == 0:
+            for p in range(model.W):                         # the pass that each rank has come with, before anybody may be a launch further
+                seen = self.me.flags["grads_pass"][p]
+                if seen != n and not model.aborted(r):
+                    raise (EarlyReuse if seen > n else LostRow)(f"rank {r} took rank {p}'s pass {seen} for that of launch {n}")
+                yield None
+        yield from self.pull("dy", self.me.dy_rows)
+        if self.launch.x_rows:
+            yield from self.pull("x", self.me.x_rows)
+        yield model.wait(r, "dh_done", lambda: c.dh_done == len(self.plan) // BLOCK)
+        if self.launch.returns:
+            yield from self.push("weight_slots", lambda row: self.me.dz.get(row // BLOCK, _EMPTY), lambda row: (n, row // BLOCK, "dz"))
+            yield model.wait(r, "dx_done", lambda: c.dx_done == len(self.plan) // BLOCK)
+            yield from self.push("slots", lambda row: self.me.results.get(row, _EMPTY), lambda row: (n, row, self.plan[row][:2]))
+        c.sent += 1
+        sends = self.launch.returns or model.fault != "grads_sent only where rows return"
+        if sends and c.sent == (1 if model.fault == "grads_sent before all have sent" else MOVERS) and not model.aborted(r):
+            yield from model.signal(r, "grads_sent", n)
+        yield None
+        if model.fault == "results stand for grads_sent":
+            yield model.wait(r, "results", lambda: all(cell[0] == n for cell in self.own_slots()))
+        else:
+            for p in range(model.W if sends else 0):
+                yield model.wait(r, "grads_sent", lambda p=p: model.flag(r, "grads_sent", p, n))
+        if self.launch.returns:
+            yield from self.sum()
+
+    def own_slots(self) -> list[Cell]:
+        valid = [t * K + k for t, row in enumerate(self.tokens) for k, expert in enumerate(row) if expert >= 0 and self.launch.returns]
+        return [slots[slot] for slots in (self.me.slots, self.me.weight_slots) for slot in valid]
+
+    def stage(self) -> Role:
+        for t in range(self.m, len(self.tokens), MOVERS):
+            self.me.dy[t] = (self.n, 0, (self.r, t))
+            yield None
+            if self.launch.x_rows and self.model.fault != "x not staged again":
+                self.me.x[t] = (self.n, 0, (self.r, t))
+                yield None
+        self.c.staged += 1
+        if self.c.staged == (1 if self.model.fault == "grads_ready before all have staged" else MOVERS):
+            yield from self.model.signal(self.r, "grads_pass", self.n)
+            yield from self.model.signal(self.r, "grads_ready", self.n)
+        yield None
+
+    def pull(self, what: str, into: dict[int, Cell]) -> Role:
+        for row in self.rows:
+            source = self.plan[row]
+            if source is not None:
+                home, t, _ = source
+                self.model.expect(self.r, getattr(self.model.ranks[home], what)[t], (self.n, 0, (home, t)))
+                yield None
+            into[row] = (self.n, row, source and source[:2])
+            yield None
+            if what == "dy":
+                self.c.dy_ready[row // BLOCK] += 1
+            else:
+                self.c.x_pulled += 1
+            yield None
+
+    def push(self, what: str, found: Callable[[int], Cell], wanted: Callable[[int], Cell]) -> Role:
+        for row in self.rows:
+            source = self.plan[row]
+            if source is not None and not self.model.aborted(self.r):
+                home, t, k = source
+                self.model.expect(self.r, found(row), wanted(row))
+                yield None
+                getattr(self.model.ranks[home], what)[t * K + k] = (self.n, 0, (self.n, home, t, k, self.r))
+                yield None
+
+    def sum(self) -> Role:
+        for t in range(self.m, len(self.tokens), MOVERS):
+            results = []
+            for k, expert in enumerate(self.tokens[t]):
+                if expert >= 0:
+                    value = (self.n, self.r, t, k, self.model.owner[expert])
+                    for slots in (self.me.slots, self.me.weight_slots):
+                        self.model.expect(self.r, slots[t * K + k], (self.n, 0, value))
+                        yield None
+                    results.append(value)
+            self.me.summed.setdefault(self.n, {})[t] = results
+            yield None

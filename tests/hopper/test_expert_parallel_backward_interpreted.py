@@ -48,8 +48,8 @@ MOVE, LOCAL = "expert_parallel_backward_move", "backward_move"
 FAULTS = {
     "pulls before grads_ready": (MOVE, "    wait_for_all(flags.control, GRADS_READY, _epoch(flags.control), WAIT_PEER_GRADS)\n", "", ALL),
     "grads_ready before all have staged": (MOVE, "    if staged == gl.num_programs(0) - 1:", "    if staged == 0:", ALL),
-    "sums before all have sent": (MOVE, "    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT)\n", "", X | TOPK),
-    "rows staged over before they are pulled": (MOVE, "    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT)\n", "", UP),
+    "sums before all have sent": (MOVE, "    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT, True)\n", "", X | TOPK),
+    "rows staged over before they are pulled": (MOVE, "    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT, True)\n", "", UP),
     "sent before all CTAs have": (MOVE, "(sent == gl.num_programs(0) - 1)", "(sent == 0)", ALL),
     "a row of dx before its GEMMs": (MOVE, "        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)\n", "", X),
     "a weight's gradient before its GEMMs": (MOVE, "    wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)\n", "", TOPK),
@@ -76,7 +76,7 @@ def test_a_planted_fault_is_found(fault):
         passes = LAYERS if "again" in fault else BACKWARDS
         late = {(n, (seed + n) % 2): 0.05 for n in range(3)}
         simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=passes, delays=late, slow=0.03 * (seed % 2 == 0),
-                                        nap_s=0.02 if "sent" in fault or "over" in fault else 3e-3)
+                                        nap_s=0.1 if "sent" in fault or "over" in fault else 3e-3)
         simulation.memory.deadline = time.monotonic() + 3
         simulation.run()
         try:

@@ -226,6 +226,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
 
     _audit(s, flags, totals, state, RECOMPUTE)
     if load_acquire(state + CONTROL_ABORT) != 0:
+        if EP:
+            tell_abort(state)
         # Rule 8: after a time-out no output may look like a result. Whoever sees the flag helps, once nobody writes results any more.
         _all_finished(totals, state)
         thread_barrier()
@@ -241,8 +243,6 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
         _poison(db_down, E.to(gl.int64) * H, (wants & WANT_BIAS_DOWN) != 0, tickets + 5)
         _poison_shared(d_shared_up_0, d_shared_down_0, d_gate_0, H, I_0, shared_wants(s, T * 0), tickets + 6)
         _poison_shared(d_shared_up_1, d_shared_down_1, d_gate_1, H, I_1, shared_wants(s, T * 0 + 1), tickets + 8)
-        if EP:
-            tell_abort(state)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +17,7 @@ from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import ready_arguments
 from .backward import INTEGERS, BackwardConfig, _backward_kernel
 from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
-from .expert_parallel_backward_move import EXTRA_COUNTERS
-from .gemm import SET_HEADER
-from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, GroupLaunch, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
+from .launch import ACTIVATION_IDS, LAUNCH, LAYOUTS, TILE, _Memory, launch_kernel, resident_blocks, rows_readable, tma_readable
 from .state import CONTROL_WORDS, launch_state
 
 CHUNK = 64                    # rows and columns of every box; equals backward_pipe.CHUNK
@@ -37,7 +35,6 @@ _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_gra
 DESCRIPTORS = tuple(name for name in _backward_kernel.arg_names if _IS_DESCRIPTOR.match(name))
 _RUN_TIME = tuple(name for name in _backward_kernel.arg_names if not name.isupper() or name in INTEGERS)
 _STATE, _SET_WORDS = _RUN_TIME.index("state"), _RUN_TIME.index("set_words")
-_TOKENS, _PASS_NUMBER = _RUN_TIME.index("T"), _RUN_TIME.index("pass_number")
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32, and on several ranks row_weights (R,). `results` holds the shared experts' rows behind the routed ones.
-    Where z is made again, z (ring rows, 2I) and shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. Where z is made again, z (ring rows, 2I) and
+    shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -59,7 +56,6 @@ class BackwardScratch:
     gates: int
     z: int = 0
     shared_z: int = 0
-    row_weights: int = 0
 
     @property
     def narrow(self) -> int:
@@ -69,7 +65,7 @@ class BackwardScratch:
     @property
     def wide(self) -> int:
         """Elements of all fp32 buffers together."""
-        return self.partials + 2 * self.gates + self.row_weights
+        return self.partials + 2 * self.gates
 
     @property
     def bytes(self) -> int:
@@ -84,13 +80,8 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, z_rows: int | None = None,
-                     several_ranks: bool = False) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need.
-
-    z_rows: None = forward has saved z, else rows of the ring (`z_ring_rows`) in which it is made again. several_ranks: db_down is summed over rows of dy,
-    too, and routing weights are kept by row.
-    """
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, z_rows: int | None = None) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. z_rows: None = forward has saved z, else rows of the ring (`z_ring_rows`) in which it is made again."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
@@ -99,7 +90,7 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
     z_again = z_rows is not None and (product or wants.w_down)
     shared_z_again = z_rows is not None and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
-        dy_rows=rows * H if product or wants.w_down or (several_ranks and wants.b_down) else 0,
+        dy_rows=rows * H if product or wants.w_down else 0,
         x_rows=rows * H if wants.w_gate_up or z_again else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
@@ -109,8 +100,7 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
         gates=count * token_rows,
         z=z_rows * 2 * I if z_rows is not None and z_again else 0,
-        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0,
-        row_weights=rows if several_ranks else 0)
+        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
 
 
 def z_ring_rows(rows: int, group_tiles: int, config: BackwardConfig | None = None) -> int:
@@ -156,79 +146,6 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
 def _group_tiles(options: PassOptions, tensors: MoETensors) -> int:
     asked = options.overlap.minibatch_rows if options.overlap else None
     return asked // TILE if asked else default_group(*tensors.w_down.shape[1:])
-
-
-def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                   group: GroupLaunch, pass_number: int, debug: bool = False, group_tiles: int | None = None) -> Grads:
-    """`hopper_backward` of one rank of several, all of which launch, those without tokens too. pass_number: what ranks compare, 0 to 2^31 - 1."""
-    with on_device(tensors.x):
-        grads = _empty_grads(tensors, wants, main_grad)
-        if _nothing_wanted(wants):
-            return grads
-        if tensors.x.shape[0] == 0:
-            _zeroed(Grads(shared=grads.shared))
-        reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
-        if reserve_sms >= group.blocks:
-            raise ValueError(f"{reserve_sms=} must be less than the {group.blocks} blocks of this rank on {tensors.x.device}")
-        buffers = _group_buffers(plan, tensors, wants)
-        settings = (debug, group_tiles, options.overlap, pass_number, group.cooperative)
-        key = _key(plan, tensors, options, saved, dy, wants, main_grad, grads, settings, buffers)
-        found = ready_arguments.find_launch(key)
-        if found is not None:
-            found[0](found[1] - reserve_sms, current_stream(tensors.x.device.index), group.state.data_ptr(), _set_words(group.state))
-            return grads
-        arguments = ready_arguments.find(key)
-        if arguments is None:
-            arguments = _group_arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group, pass_number, group_tiles, buffers)
-            read, own = _touched(plan, tensors, saved, dy, main_grad, grads, buffers)
-            ready_arguments.keep(key, arguments, (*read, *own, group.state))
-        else:
-            arguments[_STATE], arguments[_SET_WORDS] = group.state.data_ptr(), _set_words(group.state)
-        config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
-        launch_kernel(_backward_kernel, config, tensors.x.device.index, group.blocks - reserve_sms, arguments, key, (_STATE, _SET_WORDS), group.blocks,
-                      group.options)
-    return grads
-
-
-def load_group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, group: GroupLaunch, debug: bool) -> None:
-    """Compile and load the variant that `group_backward` with these options would launch; run nothing."""
-    wants = Wants(x=True, shared=tuple((False, False, False) for _ in tensors.shared))
-    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
-    saved = Saved(tensors.x.new_empty((plan.num_rows, tensors.w_gate_up.shape[1])), tensors.x.new_empty((tensors.x.shape[0], 0)))
-    arguments = _group_arguments(plan, tensors, options, saved, tensors.x, wants, None, _empty_grads(tensors, wants, None), group, 0, None,
-                                 _group_buffers(plan, tensors, wants))
-    _backward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
-
-
-def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
-                     grads: Grads, group: GroupLaunch, pass_number: int, group_tiles: int | None,
-                     buffers: tuple[BackwardScratch, Tensor, Tensor]) -> list[Any]:
-    """The run-time arguments of a launch on several ranks. A rank without tokens has memory for one, which nobody reads: TMA cannot
-    describe an array without rows, and arguments of another type would make another binary."""
-    (T, H), (E, _, I) = tensors.x.shape, tensors.w_down.shape
-    if T == 0:
-        K = tensors.topk_weights.shape[1]
-        x, weights, slots = tensors.x.new_empty((1, H)), tensors.topk_weights.new_empty((1, K)), plan.slot_to_row.new_empty(K)
-        tensors, plan = replace(tensors, x=x, topk_weights=weights, shared=()), replace(plan, slot_to_row=slots)
-        dy, wants, grads = x, replace(wants, shared=()), replace(grads, shared=[])
-    weights = tensors.topk_weights.contiguous()
-    tensors = replace(tensors, topk_weights=weights.clone() if weights.data_ptr() % 16 else weights)     # it also stands in for what is not wanted
-    asked = options.overlap.minibatch_rows if options.overlap else None
-    group_tiles = group_tiles or (asked // TILE if asked else max(2, round(default_group(H, I) * group.card)))   # L2 is shared, too
-    counters = 2 * (plan.num_rows // TILE) + (len(tensors.shared) + 1) * -(-T // TILE) + E + EXTRA_COUNTERS
-    assert SET_HEADER.value + counters <= _set_words(group.state), "the group's control block was made for the worst case"
-    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, False)
-    arguments[_TOKENS], arguments[_PASS_NUMBER] = T, pass_number
-    return arguments
-
-
-def _group_buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants) -> tuple[BackwardScratch, Tensor, Tensor]:
-    """Scratch of a launch on several ranks: sizes, bf16 and fp32 memory. A rank without tokens has none for shared experts."""
-    x = tensors.x
-    widths = tuple([expert.w_down.shape[1] for expert in tensors.shared]) if x.shape[0] else ()
-    sizes = backward_scratch(max(x.shape[0], 1), x.shape[1], tensors.w_down.shape[2], plan.num_rows, widths,
-                             wants if widths else replace(wants, shared=()), several_ranks=True)
-    return sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)
 
 
 def default_group(H: int, I: int) -> int:
@@ -345,7 +262,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
     if recompute:
         saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
-    partials, gates, gate_slopes, row_weights = wide.split([sizes.partials, sizes.gates, sizes.gates, sizes.row_weights])
+    partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
     up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
@@ -388,7 +305,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         | (16 if has_b_up else 0),
         "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
         "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None,
-        "row_to_rank": plan.row_to_rank, "row_weights": row_weights, "pass_number": 0}
+        "row_to_rank": plan.row_to_rank, "row_weights": None, "pass_number": 0}                # the latter two on several ranks alone
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 

@@ -18,7 +18,7 @@ from ...fabric.process_group import FabricError, FabricTimeout
 from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, expert_parallel_plan, launch, plan_kernel
+from . import backward_launch, expert_parallel_backward, expert_parallel_plan, launch, plan_kernel
 from .expert_parallel_plan import EXCHANGE_LAUNCH, _exchange_ids_kernel, ids_words
 from .forward import ForwardConfig
 from .launch import GroupLaunch
@@ -143,7 +143,7 @@ class FusedGroup:
         number = signature_number(agreed)
         self._signatures[number] = agreed
         with _Ordered(self):
-            return backward_launch.group_backward(plan, tensors, options, saved, dy, wants, main_grad, self.launch, number, self.debug)
+            return expert_parallel_backward.group_backward(plan, tensors, options, saved, dy, wants, main_grad, self.launch, number, self.debug)
 
     def load_backward(self, options: PassOptions) -> None:
         """Compile and load the backward variant of this activation, once.
@@ -156,7 +156,7 @@ class FusedGroup:
         if variant not in self._backward_variants:
             plan, tensors = self._smallest_pass()
             with torch.cuda.device(self.device):
-                backward_launch.load_group_backward(plan, tensors, options, self.launch, self.debug)
+                expert_parallel_backward.load_group_backward(plan, tensors, options, self.launch, self.debug)
             self._backward_variants.add(variant)
 
     def give_up(self, why: str) -> None:

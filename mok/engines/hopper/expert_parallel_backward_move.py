@@ -197,7 +197,7 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
     # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
     if (sent == gl.num_programs(0) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
         signal_all(flags.control, GRADS_SENT, epoch)
-    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT)
+    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT, True)
     thread_barrier()
 
 

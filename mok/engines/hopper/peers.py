@@ -17,6 +17,7 @@ from .sync import (
     fresh_long,
     load_acquire,
     load_acquire_system,
+    pause,
     report_timeout,
 )
 
@@ -105,10 +106,11 @@ def watch_peers(control):
 
 
 @gluon.jit
-def wait_for_all(control, flag: gl.constexpr, epoch, phase: gl.constexpr):
+def wait_for_all(control, flag: gl.constexpr, epoch, phase: gl.constexpr, GENTLE: gl.constexpr = False):
     """Rule 3, reader: spin until every rank's word of `flag` in this rank's page has reached `epoch`.
 
-    Bounded (rule 8). Per thread: no barrier may depend on the outcome. Never for equality: a fast peer may be an epoch ahead.
+    Bounded (rule 8). Per thread: no barrier may depend on the outcome. Never for equality: a fast peer may be an epoch ahead. GENTLE: for a wait
+    beside which tensor cores work.
     """
     for r in range(peer_count(peers_of(control))):
         pointer = own_page(control) + flag + r
@@ -117,6 +119,8 @@ def wait_for_all(control, flag: gl.constexpr, epoch, phase: gl.constexpr):
             start = clock(seen)
             polls = 0
             while seen < epoch:
+                if GENTLE:
+                    pause(polls)
                 seen = load_acquire_system(pointer)
                 polls += 1
                 if (polls % CHECK_EVERY == 0) & (seen < epoch):
