@@ -411,7 +411,8 @@ def _stand_ins(gl: Language) -> dict[str, Any]:
     gluon = module("gluon", jit=jit, constexpr_function=lambda f: f, language=gl, _runtime=module("r", GluonASTSource=None))
     triton = module("triton", jit=jit, language=module("tl", constexpr=None), cdiv=lambda a, b: -(-a // b))
     hopper = module("hopper", fence_async_shared=None, mbarrier=unused, warpgroup_mma=None, warpgroup_mma_wait=None)
-    compat = module("compat", aggregate=lambda c: c, thread_barrier=lambda: None, tma_load=None, tma_store=None, tma_store_wait=None, COMPILE_OPTIONS={})
+    compat = module("compat", aggregate=lambda c: c, thread_barrier=lambda: None, tma_load=None, tma_store=None, tma_store_wait=None, COMPILE_OPTIONS={},
+                    new_empties=None)
     ours = {"": {}, ".engines": {}, ".engines.hopper": {"plan_kernel": unused}, ".fabric": {"flag_page": mok.fabric.flag_page}}
     return {"triton": triton, "triton.language": triton.language, "triton.experimental": module("e", gluon=gluon), "triton.experimental.gluon": gluon,
             "triton.experimental.gluon.language": gl, "triton.experimental.gluon._runtime": gluon._runtime,
