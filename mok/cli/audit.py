@@ -81,7 +81,9 @@ def _show(record: Record, output: Output) -> tuple[int, dict[str, Any]]:
 
 
 def _replay_on_ranks(record: Record, arguments: argparse.Namespace, output: Output, document: dict[str, Any]) -> int:
-    from ..lm.audit import check_replay, replay, unlike_here
+    import torch
+
+    from ..lm.audit import Verdict, check_replay, replay, unlike_here
 
     check_replay(record, record.ranks_at(0), arguments.steps)
     recorded = len(record.steps) - 1
@@ -94,13 +96,12 @@ def _replay_on_ranks(record: Record, arguments: argparse.Namespace, output: Outp
         output.finish({**document, **result})
         return status if ranks.leads else 0
 
+    device = torch.device(record.header["configuration"]["device"] if torch.cuda.is_available() else "cpu")
     if unlike_here(record) and not arguments.anyway:     # start no processes to find that out
-        from ..lm.audit import Verdict
-
         status, result = _report(Verdict(0, recorded, not_comparable=tuple(unlike_here(record)), was_run=False), output)
         output.finish({**document, **result})
         return status
-    return run_on_ranks(arguments, lambda: record.ranks_at(0), body)
+    return run_on_ranks(arguments, lambda: record.ranks_at(0), body, device)
 
 
 def _report(verdict: Verdict, output: Output) -> tuple[int, dict[str, Any]]:

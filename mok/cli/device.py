@@ -10,6 +10,8 @@ from ..arguments import kind_of
 if TYPE_CHECKING:
     import torch
 
+    from ..lm.ranks import Ranks
+
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Add --device: cpu, cuda or cuda:N; without it a GPU if there is one."""
@@ -29,3 +31,8 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"device={name!r} is not there: torch {torch.__version__} sees {gpus} GPU(s)")
     return device
+
+
+def device_of(ranks: Ranks, device: torch.device) -> torch.device:
+    """This process's device: of several ranks its own, else the one that was asked for."""
+    return device if ranks.placement is None else ranks.placement.device

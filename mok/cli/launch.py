@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import LARGEST, check_integer, check_seconds
-from .console import Outcome, PeerFailed
+from .console import CommandFailed, Outcome, PeerFailed
 
 if TYPE_CHECKING:
+    import torch
+
     from ..lm.ranks import Ranks
 
 _GRACE_S = 15.0          # beyond the time-out after which a rank gives up on a lost one by itself
@@ -33,10 +35,11 @@ def add_rank_arguments(parser: argparse.ArgumentParser, ranks: str | None) -> No
                         help="how long a rank waits for another before it gives up and names it (default: 300)")
 
 
-def run_on_ranks(arguments: argparse.Namespace, count: Callable[[], int], body: Callable[[Ranks], int]) -> int:
+def run_on_ranks(arguments: argparse.Namespace, count: Callable[[], int], body: Callable[[Ranks], int], device: torch.device) -> int:
     """The exit status of body(ranks) where this process is one of several already (`launched_ranks`), or the only one that count() asks for.
 
     Else starts count() processes that run the same command, and waits for them. `arguments` must hold command, ranks, timeout and json.
+    device: what was asked for; `ranks.placement` says which each of several ranks has.
     """
     from ..lm.ranks import Ranks, join, launched_ranks
 
@@ -46,13 +49,13 @@ def run_on_ranks(arguments: argparse.Namespace, count: Callable[[], int], body: 
     launched = launched_ranks()
     if launched is None:
         number = count()
-        return body(Ranks()) if number == 1 else launch(arguments, number)
+        return body(Ranks()) if number == 1 else launch(arguments, number, device)
     if arguments.ranks not in (None, launched):
         raise ValueError(f"ranks={arguments.ranks} must be the {launched} processes that were started, or left out")
     if launched == 1:
         return body(Ranks())
     with _failures_named():
-        ranks = join(arguments.timeout)
+        ranks = join(arguments.timeout, device)
         if not ranks.leads:
             sys.stdout = open(os.devnull, "w")           # noqa: SIM115  (rank 0 prints; this process has nothing more to say)
         return body(ranks)
@@ -61,29 +64,41 @@ def run_on_ranks(arguments: argparse.Namespace, count: Callable[[], int], body: 
 @contextmanager
 def _failures_named() -> Iterator[None]:
     """What goes wrong between ranks is no fault of this program: one line instead of a traceback."""
+    import torch
     import torch.distributed as dist
 
     from ..fabric.process_group import FabricError
+    from ..lm.placement import is_mps_client
 
     try:
         yield
     except (FabricError, dist.DistError) as error:
         raise PeerFailed(f"rank {os.environ['RANK']}: {error}") from error
+    except torch.AcceleratorError as error:
+        if not is_mps_client():
+            raise
+        # a client that is killed in mid-kernel takes its server along, and with it the contexts of all other clients
+        raise PeerFailed(f"rank {os.environ['RANK']}: {str(error).splitlines()[0]} (ranks that share a GPU can fall together)") from error
 
 
-def launch(arguments: argparse.Namespace, count: int) -> int:
+def launch(arguments: argparse.Namespace, count: int, device: torch.device) -> int:
     """Run `mok COMMAND` on `count` processes of this machine; the first one prints. Returns the exit status, having said on stderr what failed.
 
     This process hosts the store through which they meet, so no rank's end takes it along. SIGINT and SIGTERM reach the ranks as SIGTERM.
+    Where ranks share a GPU, a private MPS daemon runs as long as they do.
     """
     from torch.distributed import TCPStore
+
+    from .main import INTERRUPTED
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     ends: list[connection.Connection] = []
-    with _passed_on(processes) as seen:
+    with _passed_on(processes) as seen, _shared_gpu(count, device):
         for rank in range(count):
+            if seen:
+                break
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_rank_process, args=(arguments, rank, count, store.port, theirs), daemon=True)
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)    # inherited: Ctrl-C reaches the ranks through this process alone
@@ -94,8 +109,30 @@ def launch(arguments: argparse.Namespace, count: int) -> int:
             theirs.close()
             processes.append(process)
             ends.append(ours)
-        _wait(processes, arguments.timeout)
+        # a launch that has lost a peer half-way waits for twice the time-out, so that the waits which can name the peer end first
+        _wait(processes, arguments.timeout * (2 if device.type == "cuda" else 1))
+    if seen and len(processes) < count:
+        print(f"mok {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return _report(arguments.command, processes, [_last_word(end) for end in ends], interrupted=bool(seen))
+
+
+@contextmanager
+def _shared_gpu(count: int, device: torch.device) -> Iterator[None]:
+    """Inside, processes are clients of a private MPS daemon if so many ranks of this machine share GPUs. It ends with the block, or with this process."""
+    from ..fabric.mps import PrivateMps
+    from ..lm.placement import place_here
+
+    if place_here(device, 0, count).sharing == 1:
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            daemon = stack.enter_context(PrivateMps())
+        except RuntimeError as error:
+            raise CommandFailed(f"ranks={count} share a GPU: {error}") from error
+        stack.enter_context(daemon.inherited())
+        yield
 
 
 def _last_word(end: connection.Connection) -> Outcome | None:

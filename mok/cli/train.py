@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import check_integer, check_path
 from .console import Bar, Output
-from .device import add_device_argument, choose_device
+from .device import add_device_argument, choose_device, device_of
 from .launch import add_rank_arguments, run_on_ranks
 
 if TYPE_CHECKING:
@@ -35,11 +35,13 @@ and leaves a checkpoint; `mok train --resume FOLDER` continues, and every later 
 
 On a CPU the work is shared by two processes (--ranks), each with half of the cores, half of every batch and half of the experts. Data, order and
 the first loss do not depend on their number; a checkpoint can be continued on any. `torchrun --nproc-per-node N -m mok train` does the same.
+On GPUs --ranks N takes a GPU for each process where there are as many, else they share them (CUDA MPS runs as long as the command does).
 
   mok train                                 the default run, in a new folder out/train-N
   mok train --data notes/ --steps 500       your own text: a file or a folder
   mok train --resume out/train-1            continue a run that was stopped
   mok train --ranks 4                       on four processes
+  mok train --ranks 8 --device cuda         on the GPUs of this machine, one a process where there are eight
   mok train --moe-impl reference --steps 10 the same model computed by the specification, slowly"""
 _PROMPT_BYTES = 32
 _MOST_SAMPLE_BYTES = 2**20               # byte after byte, each a pass of the model: hours
@@ -70,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--audit", metavar="FILE", help="write a record of every step's digests, that mok audit can check, replay and compare; "
                                                         "with --resume: the record of that run, to continue")
     add_device_argument(parser)
-    add_rank_arguments(parser, "processes that share the work (default: 2 on a CPU with two cores or more, else 1; with --resume: as many as before)")
+    add_rank_arguments(parser, "processes that share the work (default: 2 on a CPU with two cores or more, else 1; with --resume: as many as before on "
+                               "such a device)")
     parser.add_argument("--sample-bytes", type=int, metavar="INT", default=256, help="length of the text written at the end (default: 256; 0 = none)")
     add_settings(parser)
 
@@ -110,15 +113,17 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             _check_input(arguments, device, number)
         return number
 
-    return run_on_ranks(arguments, count, lambda ranks: _train(arguments, output, ranks, device, started))
+    return run_on_ranks(arguments, count, lambda ranks: _train(arguments, output, ranks, device_of(ranks, device), started), device)
 
 
 def _default_ranks(arguments: argparse.Namespace, device: Any) -> int:
     from ..lm.ranks import usable_cores
     from ..lm.run_folder import RunFolder
 
-    if arguments.resume is not None and isinstance(before := RunFolder.open(check_path("resume", arguments.resume)).settings().get("ranks"), int):
-        return before if device.type == "cpu" else 1
+    if arguments.resume is not None:
+        stored = RunFolder.open(check_path("resume", arguments.resume)).settings()
+        if isinstance(before := stored.get("ranks"), int) and stored.get("device", "cpu") == device.type:
+            return before
     return 2 if device.type == "cpu" and arguments.moe_impl in (None, "engine") and usable_cores() >= 2 else 1
 
 
@@ -132,7 +137,7 @@ def _check_input(arguments: argparse.Namespace, device: Any, number: int) -> Non
         settings, corpus, _ = _new_run(arguments, device, Ranks())
     else:
         settings, corpus = _resumed_run(arguments, RunFolder.open(check_path("resume", arguments.resume)))
-    check_run(settings, corpus, number, device)
+    check_run(settings, corpus, number)
 
 
 def _train(arguments: argparse.Namespace, output: Output, ranks: Ranks, device: Any, started: float) -> int:
@@ -177,7 +182,7 @@ def _start(arguments: argparse.Namespace, ranks: Ranks, device: Any) -> tuple[Tr
         with ranks.together("creating the run's folder"):
             path = str(_new_folder(arguments.out)) if ranks.leads else ""
             if ranks.leads:
-                RunFolder.create(Path(path), {"settings": asdict(settings), "data": data, "ranks": ranks.size})
+                RunFolder.create(Path(path), {"settings": asdict(settings), "data": data, "ranks": ranks.size, "device": device.type})
         folder = RunFolder(Path(ranks.tell("the run's folder", path=path)[0]["path"]))
         return trainer, folder, RunAudit.begin(trainer, arguments.audit, data) if audited else None
     with ranks.together("continuing a run"):
@@ -294,14 +299,16 @@ def _finish(trainer: Trainer, folder: RunFolder, bigram: float) -> dict[str, Any
 
 
 def _utilisation(trainer: Trainer, tokens_per_s: float) -> dict[str, Any] | None:
-    """Model FLOP utilisation on a GPU in bf16: model FLOPs a second over those of a large product measured here, after the run. None elsewhere."""
+    """Model FLOP utilisation on GPUs in bf16: model FLOPs a second and GPU over those of a large product measured here, after the run. None elsewhere."""
     from ..lm.flops import flops_per_token, measured_roof
 
     if trainer.device.type != "cuda" or trainer.settings.precision != "bf16":
         return None
-    flops, roof = flops_per_token(trainer.model.config), measured_roof(trainer.device)
-    reached = tokens_per_s * flops * 1e-12
-    return {"of_measured_roof": round(reached / roof, 4), "roof_tflops": round(roof, 1), "model_tflops": round(reached, 2), "flops_per_token": flops}
+    flops, roof, placement = flops_per_token(trainer.model.config), measured_roof(trainer.device), trainer.ranks.placement
+    gpus = 1.0 if placement is None else trainer.ranks.size * placement.gpus / placement.ranks
+    reached = tokens_per_s / gpus * flops * 1e-12
+    return {"of_measured_roof": round(reached / roof, 4), "roof_tflops": round(roof, 1), "model_tflops": round(reached, 2), "flops_per_token": flops,
+            "gpus": gpus}
 
 
 def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> None:
@@ -311,7 +318,7 @@ def _print_end(output: Output, result: dict[str, Any], folder: RunFolder) -> Non
     if result["tokens_per_s"] is not None:
         output.line(f"{result['tokens_per_s']:,.0f} tokens/s; picture: {folder.picture}; metrics: {folder.metrics}")
     if (mfu := result["mfu"]) is not None:
-        output.line(f"model FLOP utilisation {mfu['of_measured_roof']:.1%}: {mfu['model_tflops']:.1f} TFLOP/s of products and causal attention, of "
+        output.line(f"model FLOP utilisation {mfu['of_measured_roof']:.1%}: {mfu['model_tflops']:.1f} TFLOP/s a GPU of products and causal attention, of "
                     f"{mfu['roof_tflops']:.0f} that a bf16 product of 8192 x 8192 x 8192 reaches on this GPU now")
 
 
@@ -327,7 +334,7 @@ def _sample(output: Output, trainer: Trainer, folder: RunFolder, num_bytes: int)
     model = trainer.model
     if trainer.ranks.size > 1:                           # rank 0 alone, with all experts and all cores: the others have ended or are about to
         torch.set_num_threads(usable_cores())
-        model = load_model(folder.latest_checkpoint())
+        model = load_model(folder.latest_checkpoint()).to(trainer.device)
     model.eval()
     with output.bar("sampling", num_bytes) as bar:
         text = prompt + generate(model, prompt, num_bytes, seed=trainer.settings.seed, on_byte=bar.advance)

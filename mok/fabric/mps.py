@@ -64,9 +64,10 @@ class PrivateMps:
         self._folder = tempfile.TemporaryDirectory(prefix="mok-mps-", ignore_cleanup_errors=True)
         for name in ("pipe", "log"):
             Path(self._folder.name, name).mkdir()
-        # In the foreground (-f): a child whose id is known, instead of a daemon that has to be searched for.
+        # In the foreground (-f): a child whose id is known, instead of a daemon that has to be searched for. In a process group of its own: Ctrl-C on a
+        # terminal must not take it from clients that still finish their step.
         self._daemon = subprocess.Popen([program, "-f"], env=self._own_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                        stderr=subprocess.DEVNULL, preexec_fn=_end_with_parent)
+                                        stderr=subprocess.DEVNULL, preexec_fn=_end_with_parent, process_group=0)
         try:
             self._await_start(program)
         except BaseException:

@@ -2,7 +2,8 @@
 
 Pairwise sends and receives on a gloo group of its own (so nothing that the user's collectives do can interleave with them); each peer is
 waited for in a thread of its own, so the peer that failed or stalled is known by name and the first to fail is seen first, whatever the
-order of ranks. CUDA tensors travel by `all_to_all_single` on the user's own group instead.
+order of ranks. CUDA tensors travel by `all_to_all_single` on the user's own group instead; where that group has gloo for them, which would take
+them through the host as well, they go the first way, so that a lost peer is named.
 """
 from __future__ import annotations
 
@@ -86,9 +87,12 @@ class ProcessGroupFabric:
 
         All tensors travel at once, and are waited for at once.
         """
+        device = tensors[0].device
+        if device.type != "cpu" and self._backend_of(device) == "gloo":
+            return [rows.to(device) for rows in self.exchange_rows([tensor.cpu() for tensor in tensors], send_counts, receive_counts, what)]
         sent = [tensor.contiguous() for tensor in tensors]
         received = [tensor.new_empty((sum(receive_counts), *tensor.shape[1:])) for tensor in sent]
-        if sent[0].device.type != "cpu":
+        if device.type != "cpu":
             for out, rows in zip(received, sent, strict=True):
                 dist.all_to_all_single(out, rows, list(receive_counts), list(send_counts), group=self.data_group)
             return received
@@ -98,6 +102,14 @@ class ProcessGroupFabric:
             out.copy_(rows)
         self._pairwise(outgoing, incoming, what)
         return received
+
+    def _backend_of(self, device: torch.device) -> str:
+        """Name of what the user's group moves tensors on `device` with: "nccl", or "gloo", also where it has nothing for them."""
+        assert self.data_group is not None
+        try:
+            return self.data_group._get_backend(device).name()
+        except RuntimeError:
+            return "gloo"
 
     def _pairwise(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str) -> None:
         """Send outgoing[r] to and receive incoming[r] from every other rank r, in order; empty tensors do not travel (both sides know the sizes)."""

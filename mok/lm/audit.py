@@ -143,7 +143,7 @@ def replay(record: Record, *, ranks: Ranks | None = None, data: str | None = Non
     threads = torch.get_num_threads()
     torch.set_num_threads(header["threads"])
     try:
-        trainer = Trainer(settings, corpus, header["device"], ranks)
+        trainer = Trainer(settings, corpus, header["device"] if ranks.placement is None else ranks.placement.device, ranks)
         done, difference = _replay_steps(trainer, record, recorded if steps is None else min(steps, recorded), on_step)
     finally:
         torch.set_num_threads(threads)

@@ -133,7 +133,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(B, S, heads + 2 * kv_heads, head_dim).transpose(1, 2)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         q, k = apply_rope(q, cos[:S], sin[:S]), apply_rope(k, cos[:S], sin[:S])
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        # a rank may have no sequence: flash attention refuses that
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) if B else q
         return self.out(y.transpose(1, 2).reshape(B, S, heads * head_dim))
 
 

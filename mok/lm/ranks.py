@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..group import DEFAULT_TIMEOUT_S, ExpertGroup
 from ..plan import experts_of_rank
+from .placement import Placement, place_here
 
 # Starting takes as long as the slowest rank's imports; no rank is late by the group's own time-out before it has joined.
 _START_TIMEOUT_S = 300.0
@@ -26,16 +27,24 @@ class Ranks:
 
     All of them go through the group's fabric, so a rank that ends or stalls is named by all others (`mok.PeerLost`, `mok.FabricTimeout`).
     Whatever is split over ranks is split in contiguous parts, the first n mod W of them one longer, as experts are.
+    placement: where this rank computes; None = wherever the caller does, in passes over the group's process group.
     """
 
-    def __init__(self, group: ExpertGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: ExpertGroup | None = None, placement: Placement | None = None) -> None:
+        self.group, self.placement = group, placement
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which prints and writes what is there once."""
         return self.rank == 0
+
+    def expert_group(self, device: torch.device, *, num_experts: int, max_tokens: int, hidden_size: int, top_k: int) -> ExpertGroup | None:
+        """The group for layers of these sizes on `device`: one whose launches communicate where GPUs of this placement can, else the ranks' own."""
+        if self.group is None or self.placement is None or self.placement.device != device or not self.placement.meets_inside_launches:
+            return self.group
+        return ExpertGroup(self.group.process_group, timeout_s=self.group.timeout_s, num_experts=num_experts, max_tokens=max_tokens,
+                           hidden_size=hidden_size, top_k=top_k, device=device)
 
     def sizes(self, n: int) -> list[int]:
         """How many of n things each rank takes. At W = 3: sizes(4) == [2, 1, 1]"""
@@ -102,15 +111,19 @@ def launched_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _ENVIRONMENT) else None
 
 
-def join(timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
-    """Meet the other ranks that the environment tells of, on the CPU, and take this rank's share of its machine's cores.
+def join(timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str = "cpu") -> Ranks:
+    """Meet the other ranks that the environment tells of, and take this rank's device and its share of its machine's cores.
 
-    timeout_s: how long any later exchange waits for another rank. Raises mok.FabricError or torch's DistError where they do not come.
+    timeout_s: how long any later exchange waits for another rank. device: what all ranks were asked for (`place`).
+    Raises mok.FabricError or torch's DistError where they do not come.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     torch.set_num_threads(max(1, usable_cores() // here))
-    dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=max(timeout_s, _START_TIMEOUT_S)))
-    return Ranks(ExpertGroup(timeout_s=timeout_s))
+    placement = place_here(torch.device(device), int(os.environ["LOCAL_RANK"]), here)
+    if placement.device.type == "cuda":
+        torch.cuda.set_device(placement.device)
+    dist.init_process_group(placement.backend, init_method="env://", timeout=timedelta(seconds=max(timeout_s, _START_TIMEOUT_S)))
+    return Ranks(ExpertGroup(timeout_s=timeout_s), placement)
 
 
 def usable_cores() -> int:

@@ -17,6 +17,7 @@ from ..arguments import LARGEST, check_integer, check_number
 from ..clip import clip_grad_norm_
 from ..plan import count_ids
 from ..router import Routes
+from ..runtime import runtime
 from .checkpoint import checkpoint_name, keep_newest, load_checkpoint, read_state, save_checkpoint
 from .data import Corpus, check_length, training_windows, validation_windows
 from .model import MOE_IMPLS, LanguageModel, config_by_name, sequence_losses
@@ -25,6 +26,7 @@ from .run_folder import RunFolder
 from .state import expert_layers, model_state
 
 if TYPE_CHECKING:
+    from ..group import ExpertGroup
     from ..recorder import StepRecorder
 
 TRAIN_PRECISIONS = ("fp32", "bf16")
@@ -111,16 +113,14 @@ class Report(Protocol):
     def on_validation(self, step: int, loss: float) -> None: ...
 
 
-def check_run(settings: TrainSettings, corpus: Corpus, ranks: int, device: torch.device) -> None:
-    """Raise ValueError, or NotImplementedError, unless so many ranks can train on this text with these settings."""
+def check_run(settings: TrainSettings, corpus: Corpus, ranks: int) -> None:
+    """Raise ValueError unless so many ranks can train on this text with these settings."""
     config = config_by_name(settings.config)
     check_length(corpus, config.seq_len)
     if ranks > config.num_experts:
         raise ValueError(f"{ranks=} must be at most the {config.num_experts} experts of config={settings.config!r}")
     if ranks > 1 and settings.moe_impl != "engine":
         raise ValueError(f"{ranks=} must be 1 with moe_impl={settings.moe_impl!r}, which computes on one")
-    if ranks > 1 and device.type != "cpu":
-        raise NotImplementedError(f"{ranks=} must be 1 on device={str(device)!r}: several ranks train on CPUs only")
 
 
 class Trainer:
@@ -138,11 +138,11 @@ class Trainer:
         config = config_by_name(settings.config)
         self.ranks = Ranks() if ranks is None else ranks
         self.device = torch.device(device)
-        check_run(settings, corpus, self.ranks.size, self.device)
+        check_run(settings, corpus, self.ranks.size)
         self.settings = settings
         self.corpus = corpus
         self.step = 0
-        self.model = LanguageModel(config, settings.seed, settings.moe_impl, self.ranks.group).to(self.device) if model is None else model
+        self.model = LanguageModel(config, settings.seed, settings.moe_impl, self._expert_group()).to(self.device) if model is None else model
         self.validation = validation_windows(corpus, config.seq_len, settings.eval_tokens)
         self.optimizer = _optimizer(self.model, settings)
         experts = expert_layers(self.model)
@@ -153,6 +153,15 @@ class Trainer:
             for layer in self.model.moe_layers:
                 layer.router.register_forward_hook(lambda router, inputs, routes: self._routed.append(routes))
         self.recorder: StepRecorder | None = None          # records every step where one is set (`mok.lm.audit`)
+
+    def _expert_group(self) -> ExpertGroup | None:
+        """What the layers' experts are spread over. Launches that communicate compute in bf16; their buffers hold the largest share of a part."""
+        config, settings = config_by_name(self.settings.config), self.settings
+        if settings.precision != "bf16":
+            return self.ranks.group
+        sequences = max(self.ranks.sizes(_part_size(settings)))
+        return self.ranks.expert_group(self.device, num_experts=config.num_experts, max_tokens=sequences * config.seq_len, hidden_size=config.hidden_size,
+                                       top_k=config.top_k)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up to the peak, then half a cosine down to a tenth of it at the last step."""
@@ -182,6 +191,7 @@ class Trainer:
             aux_losses.append(aux_loss.detach())
             all_loads.append(load)
         self.ranks.sum_in_order([cast(Tensor, p.grad) for p in self._dense], "the sum of gradients")
+        runtime.raise_pending_errors()                     # a launch that gave up leaves NaN; why is told here, not that the loss is none
         # fsum is exact before its one rounding: the number does not depend on how the batch was split.
         loss = math.fsum(losses) / (settings.batch_size * seq_len)
         if not math.isfinite(loss):
@@ -206,10 +216,10 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the validation windows, nats a byte."""
         self.model.eval()
-        part = max(1, self.settings.batch_size // self.settings.accumulate)
         losses: list[float] = []
-        for windows in self.validation.split(part):
+        for windows in self.validation.split(_part_size(self.settings)):
             losses.extend(self._gathered(self._sequence_losses(self.ranks.share(windows).to(self.device)), windows.shape[0]))
+        runtime.raise_pending_errors()
         return math.fsum(losses) / self.validation[:, 1:].numel()
 
     def _gathered(self, values: Tensor, count: int) -> list[float]:
@@ -301,6 +311,11 @@ def fit(trainer: Trainer, run: RunFolder, report: Report, stop: Callable[[], boo
             if settings.save_every and (done or trainer.step % settings.save_every == 0):
                 trainer.save(run)
     return True
+
+
+def _part_size(settings: TrainSettings) -> int:
+    """Sequences that go through the model at a time, over all ranks."""
+    return settings.batch_size // settings.accumulate
 
 
 def native_precision(device: torch.device) -> str:

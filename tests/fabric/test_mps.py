@@ -11,50 +11,15 @@ import pytest
 
 import mok.fabric.mps as mps_module
 from mok.fabric.mps import PrivateMps
-
-# Behaves like the program as far as is used: -f serves until it is told to quit, and starts a server; without -f it passes a command on.
-STAND_IN = f"""#!{sys.executable}
-import os, pathlib, subprocess, sys, time
-pipe, log = (pathlib.Path(os.environ["CUDA_MPS_" + name + "_DIRECTORY"]) for name in ("PIPE", "LOG"))
-behaviour = os.environ.get("STAND_IN", "")
-if sys.argv[1:] == ["-f"]:
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ
-    if behaviour == "fails":
-        (log / "control.log").write_text("no permission for the GPU")
-        sys.exit(3)
-    server = subprocess.Popen(["sleep", "600"])
-    pathlib.Path(os.environ["PIDS"]).write_text(f"{{os.getpid()}} {{server.pid}}")
-    (pipe / "control").touch()
-    while behaviour == "deaf" or not (pipe / "quit").exists():
-        time.sleep(0.02)
-    if behaviour != "leaves its server":
-        server.kill()
-        server.wait()
-else:
-    command = sys.stdin.read().strip()
-    assert command in ("get_server_list", "quit"), command
-    if command == "quit":
-        (pipe / "quit").touch()
-"""
+from tests.mps_stand_in import runs, write_program
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    program = tmp_path / "bin" / "nvidia-cuda-mps-control"
-    program.parent.mkdir()
-    program.write_text(STAND_IN)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{write_program(tmp_path)}:{os.environ['PATH']}")
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setattr(mps_module, "_END_S", 0.5)
     return tmp_path / "pids"
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
 
 
 def test_clients_get_private_folders_and_no_share(stand_in, monkeypatch):

@@ -68,7 +68,7 @@ class Streams:
         """Again, after something has emptied the cache."""
         for stream in self.of_rank:
             with torch.cuda.stream(stream):
-                blocks = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (self.megabytes, *[1] * 16)]
+                blocks = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (self.megabytes, *[1] * 64)]
                 del blocks
 
 

@@ -390,3 +390,26 @@ def test_timeout_is_reported_and_the_next_call_works():
 
 def test_make_case_is_seeded():
     assert same_bits(make_case(5, 16, 16, 3, 2, torch.bfloat16).tensors.x, make_case(5, 16, 16, 3, 2, torch.bfloat16).tensors.x)
+
+
+def test_a_thread_that_has_called_nothing_of_cuda_yet():
+    """As autograd's own threads: PyTorch binds a context only when it has something to do, and descriptors are encoded before it has."""
+    import threading
+
+    case = gpu_case(64, 64, 48, 4, 2)
+    expected, x = run(case)[0], case.tensors.x.clone()              # another address: a list of arguments that no launch has made
+    torch.cuda.synchronize()
+    found: list = []
+
+    def body() -> None:
+        try:
+            found.append(run(replace(case, tensors=replace(case.tensors, x=x)))[0])
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], torch.Tensor), found
+    torch.cuda.synchronize()
+    assert same_bits(found[0], expected)

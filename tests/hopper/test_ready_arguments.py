@@ -118,6 +118,30 @@ def test_strides_tell_views_of_one_place_apart(case, monkeypatch):
     assert strides == [34, 34, 35, 35]
 
 
+def test_a_copy_that_begins_where_a_tensor_ends_is_not_kept(monkeypatch):
+    """PyTorch's allocator puts blocks side by side. What is empty may lie anywhere: nobody reads it."""
+    monkeypatch.setattr(runtime, "scratch", {})
+    both = torch.zeros(1024, dtype=torch.uint8)
+
+    class Block:
+        def __init__(self, first: int, size: int) -> None:
+            self.first, self.size = both.data_ptr() + first, size
+
+        def untyped_storage(self):
+            return self
+
+        def data_ptr(self):
+            return self.first
+
+        def nbytes(self):
+            return self.size
+
+    ready.keep("copy", [both[512:]], (Block(0, 512),))
+    ready.keep("inside", [both[511:]], (Block(0, 512),))
+    ready.keep("empty", [both[512:512]], (Block(0, 512),))
+    assert [ready.find(key) is not None for key in ("copy", "inside", "empty")] == [False, True, True]
+
+
 def test_a_copy_for_this_launch_alone_is_not_kept(case, monkeypatch):
     """x at an odd address is cloned for the kernel: its address must not outlive the launch."""
     Memory(monkeypatch)

@@ -304,6 +304,4 @@ def test_what_cannot_be_split_is_refused(pool):
     assert all("ranks=2 must be 1 with moe_impl='reference'" in error for error in pool.run(_trainer_error, 2, replace(SETTINGS, moe_impl="reference")))
     corpus = load_corpus(TEXT)
     with pytest.raises(ValueError, match="ranks=5 must be at most the 4 experts of config='tiny'"):
-        check_run(SETTINGS, corpus, 5, torch.device("cpu"))
-    with pytest.raises(NotImplementedError, match="ranks=2 must be 1 on device='cuda:1'"):
-        check_run(SETTINGS, corpus, 2, torch.device("cuda:1"))
+        check_run(SETTINGS, corpus, 5)

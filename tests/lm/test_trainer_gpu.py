@@ -10,7 +10,7 @@ import torch
 
 from mok.cli.main import main
 from mok.lm.data import Corpus, load_corpus
-from mok.lm.model import LanguageModel, config_by_name
+from mok.lm.model import LanguageModel, config_by_name, sequence_losses
 from mok.lm.trainer import Trainer, TrainSettings, deterministic_libraries
 from mok.plan import plan_capacity
 
@@ -60,6 +60,17 @@ def test_no_part_of_a_pass_waits_for_the_gpu(corpus: Corpus):
             torch.stack([loss, *(layer.aux_loss for layer in model.moe_layers)]).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_rank_without_a_sequence_has_gradients_of_zero():
+    """Where ranks outnumber sequences: every operation of the model takes an empty batch."""
+    model = LanguageModel(config_by_name("small")).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = model(torch.zeros((0, 64), dtype=torch.long, device="cuda"))
+    losses = sequence_losses(logits, torch.zeros((0, 64), dtype=torch.long, device="cuda"))
+    assert logits.shape == (0, 64, 256) and losses.shape == (0,)
+    losses.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 def test_the_layer_saves_the_bytes_that_the_formula_says():

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -47,6 +49,13 @@ def new_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return _EMPTY_CUDA(*_contiguous(shape), dtype)
 
 
+def new_empties(like: Tensor, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """`new_empty` of each (shape, dtype)."""
+    if _EMPTY_CUDA is None or not like.is_cuda:
+        return [new_empty(like, shape, dtype) for shape, dtype in kinds]
+    return [_EMPTY_CUDA(*_contiguous(shape), dtype) for shape, dtype in kinds]
+
+
 @lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(the shape, its strides) as plain tuples: `_EMPTY_CUDA` refuses a torch.Size."""
@@ -56,9 +65,29 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(shape), strides
 
 
+_thread = threading.local()
+
+
 def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Makes the tensor's GPU the current one, to which launches go; nothing to do where it is that already."""
+    """Makes the tensor's GPU the current one, to which launches go; nothing to do where it is that already.
+
+    A thread's first call binds the device's context: descriptors are encoded and launches made through the driver, which knows no current device, and a
+    thread whose memory comes from PyTorch's cache may have called nothing that binds one (autograd's threads).
+    """
+    if not getattr(_thread, "bound", False) and tensor.is_cuda:
+        _bind_context(tensor.get_device())
+        _thread.bound = True
     return torch.cuda.device(tensor.device) if tensor.get_device() != _CURRENT_DEVICE() else _NOTHING
+
+
+def _bind_context(index: int) -> None:
+    """Give this thread the context that PyTorch uses on the device, if it has none; allowed while a stream is captured."""
+    driver, current, device, primary = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuCtxGetCurrent(ctypes.byref(current)) == 0 and current.value is None:
+        status = (driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(primary), device)
+                  or driver.cuCtxSetCurrent(primary))
+        if status:
+            raise RuntimeError(f"cuda:{index}: the driver gave this thread no context, status {status}")
 
 
 def current_stream(device_index: int | None) -> int:

@@ -12,7 +12,7 @@ written again two exchanges later: by then every peer has signalled the exchange
 """
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from ...config import BLOCK_M
 from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import EXPERT_RADIX, runtime
 from . import plan_kernel
-from .compat import COMPILE_OPTIONS, thread_barrier
+from .compat import COMPILE_OPTIONS, new_empties, thread_barrier
 from .peers import IDS_READY, PEER_IDS, PEER_RANK, peer_count, peers_of, signal_all, tell_abort, wait_for_all
 from .sync import CONTROL_ABORT, CONTROL_EXCHANGE_ARRIVED, CONTROL_EXCHANGES, WAIT_IDS, WAIT_SIGNATURE, load_acquire, nap, report_timeout
 
@@ -145,14 +145,20 @@ def cut_plan(whole: RoutingPlan, topk_ids: Tensor, num_experts: int, rank: int, 
     """One rank's part of the plan of everybody's ids (W * max_tokens, K); topk_ids (T, K), T <= max_tokens: this rank's, for sizes only."""
     T, K = topk_ids.shape
     num_local = experts_of_rank(num_experts, world_size, rank)[1]
-    plan = empty_plan(topk_ids, num_local, plan_capacity(world_size * max_tokens * K, num_local))
-    slot_to_rank = torch.empty_like(plan.slot_to_row)
+    plan = RoutingPlan(*new_empties(topk_ids, _shapes(T * K, num_local, world_size * max_tokens * K)))
     programs = triton.cdiv(max(plan.num_rows, T * K), BLOCK_CUT)
     experts = next(size for size in plan_kernel.EXPERT_CLASSES if size >= num_local)
-    arguments = (*plan.tensors(), slot_to_rank, whole.row_to_slot, whole.slot_to_row, whole.tile_to_expert, whole.expert_offsets,
+    arguments = (*plan.tensors(), whole.row_to_slot, whole.slot_to_row, whole.tile_to_expert, whole.expert_offsets,
                  whole.tokens_per_expert, plan.num_rows, T * K, max_tokens * K, rank, world_size, num_experts, BLOCK_CUT, BLOCK_M, experts)
     plan_kernel.run_launches(((_cut_plan_kernel, programs, CUT_LAUNCH, arguments),), ("cut plan", topk_ids.device, experts), topk_ids.device.index)
-    return replace(plan, slot_to_rank=slot_to_rank)
+    return plan
+
+
+@lru_cache(maxsize=4096)
+def _shapes(slots: int, num_local: int, most_rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of each of the plan's tensors, as `empty_plan` has them, and of slot_to_rank."""
+    plan = empty_plan(torch.empty((slots, 1), dtype=torch.int32, device="meta"), num_local, plan_capacity(most_rows, num_local))
+    return [(tuple(part.shape), part.dtype) for part in (*plan.tensors(), plan.slot_to_row)]
 
 
 def exchange_ids(topk_ids: Tensor, num_experts: int, max_tokens: int, signature: int, everybody: Tensor, control: Tensor, debug: bool) -> None:

@@ -39,11 +39,11 @@ def keep(key: Hashable, arguments: Sequence[Any], tensors: Sequence[Tensor | Non
     """Keep a list, its tensors as addresses, unless an argument is a copy that was made for this launch alone: it lies in none of `tensors`."""
     spans = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in (t.untyped_storage() for t in tensors if t is not None))
     firsts = [first for first, _ in spans]
-    addresses = {argument.data_ptr() for argument in arguments if isinstance(argument, Tensor)}
+    addresses = {argument.data_ptr() for argument in arguments if isinstance(argument, Tensor) and argument.numel()}      # what is empty is not read
     addresses |= {argument.base.data_ptr() for argument in arguments if hasattr(argument, "base")}
     for address in addresses:
-        place = bisect_right(firsts, address) - 1             # storages do not overlap
-        if place < 0 or address > spans[place][1]:
+        place = bisect_right(firsts, address) - 1             # storages do not overlap; a copy may begin where one of them ends
+        if place < 0 or address >= spans[place][1]:
             return
     _keep(_LISTS, key, [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
 
