@@ -150,7 +150,7 @@ class BackwardSimulation(Simulation):
 
         def compare(what: str, found: np.ndarray, wanted: np.ndarray, row: int) -> None:
             if not self.controls[rank][0][2] and not np.array_equal(found, wanted):
-                self.problems.append(f"problem {n}, rank {rank}: {what} of row {row} is not what its home has")
+                self.fail(f"problem {n}, rank {rank}: {what} of row {row} is not what its home has")
 
         tiles = int(plan.num_tiles)
         if int(m["backward_tasks"].dh_columns(s, s.T * 0 - 1)):

@@ -101,6 +101,11 @@ class Simulation:
         self.controls = [self._control(r) for r in range(W)]
         self.everybody_of = [np.full(W * M * K, -9, np.int32) for _ in range(W)]
 
+    def fail(self, problem: str) -> None:
+        """Note what went wrong; nobody needs to run on."""
+        self.problems.append(problem)
+        self.memory.deadline = 0.0
+
     def _control(self, rank: int) -> tuple[np.ndarray, object]:
         peers = self.modules["peers"]
         table = np.zeros(peers.TABLE_WORDS, np.int64)
@@ -123,7 +128,7 @@ class Simulation:
         for thread in ranks:
             thread.join(SECONDS + 5)
         if any(thread.is_alive() for thread in ranks):
-            self.problems.append("a rank hangs")
+            self.fail("a rank hangs")
 
     def _rank(self, rank: int) -> None:
         for position, (kind, n) in enumerate(self.passes):
@@ -138,7 +143,7 @@ class Simulation:
             for r, T in enumerate(self.world.tokens[n]):
                 whole[r, :T] = self.world.ids[n, r]
             if not self.reports and not np.array_equal(self.everybody_of[rank], whole.reshape(-1)):
-                self.problems.append(f"launch {n}, rank {rank}: the list of everybody's ids is wrong")
+                self.fail(f"launch {n}, rank {rank}: the list of everybody's ids is wrong")
             if self.launch:
                 self._launch(n, rank, position + 1)
 
@@ -153,9 +158,9 @@ class Simulation:
             try:
                 function(*arguments)
             except Interrupted:
-                self.problems.append("out of time: a deadlock")
+                self.fail("out of time: a deadlock")
             except BaseException as error:
-                self.problems.append(f"rank {rank}: {type(error).__name__}: {error}")
+                self.fail(f"rank {rank}: {type(error).__name__}: {error}")
         threads = [threading.Thread(target=body, args=role, daemon=True) for role in roles]
         for thread in threads:
             thread.start()
@@ -232,7 +237,7 @@ class Simulation:
                 part = ring[tile % RING * TILE:(tile % RING + 1) * TILE].copy()
                 valid = plan.row_to_slot[tile * TILE:(tile + 1) * TILE].numpy() >= 0
                 if not self.reports and part[~valid].any():
-                    self.problems.append(f"launch {n}, rank {rank}, tile {tile}: a padding row is not zero")
+                    self.fail(f"launch {n}, rank {rank}, tile {tile}: a padding row is not zero")
                 self.gl.atomic_add(m["gemm"].hidden_ready(flags) + tile, 1)
                 m["sync"].nap(tile, 1)
                 for row in np.nonzero(valid)[0]:
