@@ -78,11 +78,19 @@ class BackwardWorld(World):
 
 
 class BackwardSimulation(Simulation):
-    """Runs forward and backward passes of a BackwardWorld. wants: bits as the kernel's. numbers {(pass, rank): another pass's number}."""
+    """Runs forward and backward passes of a BackwardWorld. wants: bits as the kernel's. numbers {(pass, rank): another pass's number}.
 
-    def __init__(self, world: BackwardWorld, wants: int = ALL, numbers: dict | None = None, **settings) -> None:
+    recompute: as the binary that makes z again, whose first GEMM reads rows of x.
+    """
+
+    def __init__(self, world: BackwardWorld, wants: int = ALL, numbers: dict | None = None, recompute: bool = False, **settings) -> None:
         super().__init__(world, **settings)
+        self.recompute = recompute
         self.wants, self.numbers, self.grads = wants, numbers or {}, {}
+
+    def _nap(self) -> None:
+        """With `slow` ten times as long in CTAs after the first, so that the first one is far ahead of them."""
+        time.sleep(self.random.random() ** 4 * 3e-3 * (10 if self.slow and self.gl.local.program else 1))
 
     def _other_pass(self, kind: str, n: int, rank: int, epoch: int) -> None:
         assert kind == "backward"
@@ -113,9 +121,10 @@ class BackwardSimulation(Simulation):
                                               number(count), number(2), number(self.wants), 1)
         capacity = rows // TILE
         gates_ready = control + 32 + 2 * capacity + count * -(-T // TILE)
-        flags = m["backward_pipe"].BackwardFlags(control + 16, control + 32, control + 32 + capacity, gates_ready, gates_ready + -(-T // TILE), control,
+        again = (1 + capacity + count * -(-T // TILE)) * self.recompute
+        flags = m["backward_pipe"].BackwardFlags(control + 16, control + 32, control + 32 + capacity, gates_ready, gates_ready + -(-T // TILE) + again, control,
                                                  number(capacity))
-        assert 2 * capacity + 2 * -(-T // TILE) + experts + 2 <= 5 * CAPACITY
+        assert 2 * capacity + 2 * -(-T // TILE) + again + experts + 2 <= 5 * CAPACITY
         x = m["backward_move"].Source(p["x"], number(H))
         zero = number(0)
         of_rows = m["backward_pipe"].Rows(p["tile_to_expert"], p["expert_offsets"], p["tokens_per_expert"], p["row_to_slot"], p["row_weights"],
@@ -127,8 +136,9 @@ class BackwardSimulation(Simulation):
         def mover() -> None:
             time.sleep(self.slow * (gl.local.program > 0))
             m["expert_parallel_backward_move"].stage_gradients(s, flags, p["dy"], number(H // 8), p["x"], number(H // 8), p["weights"], number(K),
-                                                               number(experts), pass_number, p["results"], 1, 1)
-            m["expert_parallel_backward_move"].group_mover(s, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, 8, 1, 2, 0, 1)
+                                                               number(experts), pass_number, p["results"], 1, self.recompute, 1)
+            m["expert_parallel_backward_move"].group_mover(s, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, 8, 1, 2,
+                                                           self.recompute, 0, 1)
 
         gemm = (0, GRID, self._gemms, (n, rank, plan, flags, s, arrays, rows))
         self._together(rank, [gemm, *((c, GRID, mover, ()) for c in range(GRID))])
@@ -161,6 +171,8 @@ class BackwardSimulation(Simulation):
                     there = slot[row] >= 0
                     dy = world.dy[n, home[row]][slot[row] // world.K] if there else np.zeros(H, np.float32)
                     compare("dy", dy_rows[row], dy, row)
+                    if self.recompute:
+                        compare("x", x_rows[row], world.x[n, home[row]][slot[row] // world.K] if there else np.zeros(H, np.float32), row)
                     compare("the weight", arrays["row_weights"][row], world.weights[n, home[row]].reshape(-1)[slot[row]] if there else np.float32(0), row)
                     dz, dx, part = world.row(first + int(plan.tile_to_expert[tile]), dy_rows[row], arrays["row_weights"][row])
                     arrays["dz"].reshape(-1, 2 * I)[row], arrays["partials"][row] = dz, part

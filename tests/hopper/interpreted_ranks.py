@@ -74,12 +74,12 @@ class World:
 class Simulation:
     """Runs a World's launches; `absent` (pass, rank): that rank stops before it. `delays` {(pass, rank): seconds that its host sleeps first}.
 
-    passes: (kind, problem of the World) in order, None = every problem's forward; they are numbered from 0. nap_s: longest sleep of a role between two steps.
+    passes: (kind, problem of the World) in order, None = every problem's forward; they are numbered from 0.
     """
 
     def __init__(self, world: World, mutations: dict | None = None, absent: tuple[int, int] | None = None, delays: dict | None = None,
                  signatures: dict | None = None, limit_ms: int = 60_000, launch: bool = True,
-                 slow: float = 0.0, passes: list[tuple[str, int]] | None = None, nap_s: float = 3e-3) -> None:
+                 slow: float = 0.0, passes: list[tuple[str, int]] | None = None) -> None:
         self.passes = [("forward", n) for n in range(len(world.tokens))] if passes is None else passes
         self.slow = slow                                     # seconds that CTAs after the first, and every GEMM, come late
         self.launch = launch                                 # False: exchanges alone, with no launch between that would order them
@@ -87,7 +87,7 @@ class Simulation:
         self.memory, self.reports, self.problems = Memory(), [], []
         self.memory.deadline = time.monotonic() + SECONDS
         self.random = random.Random(world.seed)
-        self.gl, self.modules = load(self.memory, self.reports, lambda: time.sleep(self.random.random() ** 4 * nap_s), mutations)
+        self.gl, self.modules = load(self.memory, self.reports, self._nap, mutations)
         self.out: dict = {}
         W, M, K = world.W, world.max_tokens, world.K
         allocate, words = self.memory.allocate, page_bytes(M) // 4
@@ -100,6 +100,10 @@ class Simulation:
         self.weights, self.weight_slots = ([allocate(np.full(M * K, np.nan, np.float32), "f32") for _ in range(W)] for _ in range(2))
         self.controls = [self._control(r) for r in range(W)]
         self.everybody_of = [np.full(W * M * K, -9, np.int32) for _ in range(W)]
+
+    def _nap(self) -> None:
+        """A role's sleep between two steps."""
+        time.sleep(self.random.random() ** 4 * 3e-3)
 
     def fail(self, problem: str) -> None:
         """Note what went wrong; nobody needs to run on."""

@@ -95,6 +95,24 @@ def test_activations(activation, limit):
     check(gpu_case(300, H, I, E, K, activation=activation, swiglu_limit=limit), CUTS[2], groups, streams)
 
 
+@pytest.mark.parametrize("W", [2, 4])
+def test_z_made_again(W):
+    """recompute="z": forward saves nothing, backward makes z from pulled rows of x; the bits of one rank that saved it, every wanted set of gradients."""
+    from mok.engines.protocol import PassOptions, Saved
+
+    groups, streams = ranks(W)
+    for group in groups:
+        group.load_backward(PassOptions(recompute="z"))
+    for seed, wants in enumerate([None, Wants(x=True, shared=NOTHING), Wants(b_down=True, shared=NOTHING), Wants(w_down=True, shared=NOTHING)]):
+        case = gpu_case(300, H, I, E, K, seed=seed, biases=True, shared=((96, True), (48, False)))
+        parts, wants, alone = shares(case, CUTS[W], E), wants or want_all(case), one_rank(case)
+        poison()
+        options = replace(case.options, save_for_backward=False)
+        results = [(plan, y, Saved(y.new_empty(0, 2 * I), y.new_empty(0, 288))) for plan, y, _ in run_ranks(groups, streams, parts, options)]
+        grads = run_backward(groups, streams, parts, results, replace(case.options, recompute="z"), wants)
+        assert_gradients_equal_one_rank(case, parts, grads, alone, wants)
+
+
 def test_sizes_with_tails_and_many_tiles():
     groups = ranks_in_one_process(4, num_experts=6, max_tokens=6000, hidden_size=208, top_k=4, timeout_s=10)
     streams = Streams(4, 2000)

@@ -44,6 +44,14 @@ def test_any_wanted_gradients(wants):
     simulation.check_gradients()
 
 
+@pytest.mark.parametrize("wants", [ALL, X, BIAS_DOWN])
+def test_z_is_made_again_from_rows_of_x(wants):
+    """dx alone needs rows of x then; db_down alone still does not."""
+    simulation = BackwardSimulation(BackwardWorld(2, 4, 2, [[40, 30], [45, 25], [20, 50]]), wants, passes=BACKWARDS, recompute=True)
+    simulation.run()
+    simulation.check_gradients()
+
+
 MOVE, LOCAL = "expert_parallel_backward_move", "backward_move"
 FAULTS = {
     "pulls before grads_ready": (MOVE, "    wait_for_all(flags.control, GRADS_READY, _epoch(flags.control), WAIT_PEER_GRADS)\n", "", ALL),
@@ -57,13 +65,16 @@ FAULTS = {
     "weights not pulled": (MOVE, "            _pull_weights(rows, m, flags.control, piece, NW)\n", "", ALL),
     "weights not staged": (MOVE, "            gl.store(float_of(gl.load(peers + OWN_WEIGHTS), slot), value, mask=slot < s.T * K)\n", "", ALL),
     "x not staged again": (MOVE, "        stage_rows(s, x, x_stride_8, rows_at(base, gl.load(peers + OWN_X)), VECTORS)\n", "        pass\n", ALL),
-    "rows of x from the buffer of dy": (MOVE, "flags.control, PEER_X,", "flags.control, PEER_DY,", UP),
+    "rows of x from the buffer of dy": (MOVE, "            if OMIT & 2 == 0:\n                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, PEER_X,",
+                                    "            if True:\n                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, PEER_DY,", UP),
     "rows of another token": (LOCAL, "token.to(gl.int64) * s.H)[:, None]", "(token ^ 1).to(gl.int64) * s.H)[:, None]", DOWN),
     "rows from the first rank": (LOCAL, "gl.load(peers_of(control) + PEERS + home)", "gl.load(peers_of(control) + PEERS + home * 0)", DOWN),
     "dx from the wrong slot": (LOCAL, "results + (token * m.K + k)", "results + (token * m.K + k * 0)", X),
     "weights' gradients to the first rank": (MOVE, "                expert = gl", "                home = home * 0\n                expert = gl", TOPK),
     "a route without expert keeps an old gradient": (MOVE, "slot), mask=row >= 0, other=0.0)", "slot), mask=slot < num_slots, other=0.0)", TOPK),
     "db_down without rows of dy": (MOVE, " | ((s.wants & WANT_BIAS_DOWN) != 0)", "", BIAS_DOWN),
+    "z without rows of x": (MOVE, "if RECOMPUTE and OMIT & 2 == 0", "if RECOMPUTE and OMIT & 2 == 1", X),
+    "x staged for dw_gate_up alone, for z too": (MOVE, "        return dh_columns(s, s.T * 0 - 1) > 0\n", "        return (s.wants & WANT_UP) != 0\n", X),
     "db_down weighted by slot": (LOCAL, "rows.row_to_slot, m.K, 1 + EP, L)", "rows.row_to_slot, m.K, 1, L)", BIAS_DOWN),
 }
 
@@ -76,7 +87,7 @@ def test_a_planted_fault_is_found(fault):
         passes = LAYERS if "again" in fault else BACKWARDS
         late = {(n, (seed + n) % 2): 0.05 for n in range(3)}
         simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=passes, delays=late, slow=0.03 * (seed % 2 == 0),
-                                        nap_s=0.1 if "sent" in fault or "over" in fault else 3e-3)
+                                        recompute=" z " in f" {fault} ")
         simulation.memory.deadline = time.monotonic() + 3
         simulation.run()
         try:

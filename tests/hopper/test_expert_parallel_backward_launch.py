@@ -31,7 +31,7 @@ def launches(monkeypatch):
     seen: list = []
 
     def launch(kernel, config, device, blocks, arguments, key, varying, resident, options):
-        assert config == BackwardConfig(config.act, several_ranks=True, debug=config.debug)
+        assert config == BackwardConfig(config.act, several_ranks=True, debug=config.debug, recompute=config.recompute)
         assert [NAMES[place] for place in varying] == ["state", "set_words"] and resident == GROUP.blocks
         seen.append((blocks, dict(zip(NAMES, arguments, strict=True)), options))
 
@@ -54,13 +54,17 @@ def problem(**settings):
 
 @pytest.mark.parametrize("settings", [{}, {"biases": True, "shared": ((80, False), (336, True))}])
 @pytest.mark.parametrize("tokens", [200, 0])
-def test_arguments_have_the_kernels_types(launches, settings, tokens):
+@pytest.mark.parametrize("recompute", [None, "z"])
+def test_arguments_have_the_kernels_types(launches, settings, tokens, recompute):
     """On a rank without tokens too, whose shared experts' gradients are zeros: other types would be compiled, and loaded, while peers wait."""
     case, plan, saved = problem(**settings)
     t = replace(case.tensors, x=case.tensors.x[:tokens], topk_weights=case.tensors.topk_weights.reshape(-1)[1:1 + 3 * tokens].view(tokens, 3)
                 if tokens == 0 else torch.cat([torch.zeros(1), case.tensors.topk_weights.reshape(-1)])[1:].view(200, 3))      # not at a multiple of 16 bytes
     plan = replace(plan, slot_to_row=plan.slot_to_row[:3 * tokens])
-    grads = expert_parallel_backward.group_backward(plan, t, case.options, saved, case.dy[:tokens], want_all(case), None, GROUP, 12345)
+    if recompute:
+        saved = Saved(saved.z[:0], saved.shared_z[:0])
+    grads = expert_parallel_backward.group_backward(plan, t, replace(case.options, recompute=recompute), saved, case.dy[:tokens], want_all(case), None, GROUP,
+                                                    12345)
     ((blocks, arguments, options),) = launches
     assert blocks == 20 and options["launch_cooperative_grid"] is False
     for name, value in arguments.items():
@@ -154,7 +158,7 @@ class _Elsewhere:
 
 
 SIGNATURE = {"layer_key": "1", "H": "64", "I": "16", "K": "2", "dtype": "torch.bfloat16", "activation": "geglu", "swiglu_limit": "None",
-             "wanted gradients": "[True]"}
+             "recompute": "None", "wanted gradients": "[True]"}
 
 
 @pytest.mark.parametrize("H, K, dtype, width, inside", [(64, 2, BF16, 16, True), (32, 2, BF16, 16, False), (64, 1, BF16, 16, False),
@@ -177,8 +181,8 @@ def test_a_plan_that_gradients_follow_loads_its_activation_s_variant():
     group = Group()
     assert expert_parallel_group.fused_plan(group, ids, 2, SIGNATURE) == "plan"
     assert group.fused.calls == [PassOptions("geglu", None)]
-    expert_parallel_group.fused_plan(group, ids, 2, SIGNATURE | {"activation": "swiglu", "swiglu_limit": "0.5"})
-    assert group.fused.calls[1] == PassOptions("swiglu", 0.5)
+    expert_parallel_group.fused_plan(group, ids, 2, SIGNATURE | {"activation": "swiglu", "swiglu_limit": "0.5", "recompute": "z"})
+    assert group.fused.calls[1] == PassOptions("swiglu", 0.5, recompute="z")
     expert_parallel_group.fused_plan(group, ids, 2, SIGNATURE | {"wanted gradients": "[]"})
     assert len(group.fused.calls) == 2, "nothing is wanted"
 
@@ -199,7 +203,7 @@ def test_backward_hands_on_what_ranks_compare(monkeypatch):
 
     group = FusedGroup.__new__(FusedGroup)
     group.device, group.debug, group.launch, group._signatures, group._dead = torch.device("cpu"), False, GROUP, {}, None
-    group._record, group._backward_variants = torch.zeros(8, dtype=torch.int32), {(0, False)}
+    group._record, group._backward_variants = torch.zeros(8, dtype=torch.int32), {(0, None, False)}
     seen = []
     monkeypatch.setattr(expert_parallel_backward, "group_backward", lambda *arguments: seen.append(arguments))
     monkeypatch.setattr(expert_parallel, "_Ordered", lambda group: nullcontext())

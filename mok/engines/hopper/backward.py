@@ -7,7 +7,7 @@ Legend: T tokens, H hidden, I intermediate, E experts, K routes a token, R rows 
 Limits: `limits.unsupported_reason`. Task order: backward_tasks.py. Roles, flags and fences: docs/kernels-backward.md.
 
 Compiled variants for this precision: ACT (plain SwiGLU, clamped SwiGLU and gpt-oss's, GeGLU, ReGLU) x RECOMPUTE (z saved by forward, or made anew
-here: z = x[token] @ w_gate_up[e].T + b) = 8 on one rank; on several ACT = 4. Everything else, the wanted gradients included, is a run-time value.
+here: z = x[token] @ w_gate_up[e].T + b) = 8 on one rank, 8 on several. Everything else, the wanted gradients included, is a run-time value.
 """
 from dataclasses import dataclass
 
@@ -83,8 +83,6 @@ class BackwardConfig:
             raise ValueError(f"act={self.act} must be 0 to {REGLU.value}")
         if self.ahead < 1:
             raise ValueError(f"ahead={self.ahead} must be at least 1")
-        if self.several_ranks and self.recompute:
-            raise ValueError("recompute=True must be False on several ranks")
         if not 0 <= self.stagger < NUM_STAGES.value:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
@@ -131,7 +129,7 @@ def _begin_launch(state, set_words):
 def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr,
            RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     if EP:
-        group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, 1, NW, OMIT, DEBUG)
+        group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, 1, NW, RECOMPUTE, OMIT, DEBUG)
     else:
         mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE, 1, NW, RECOMPUTE, OMIT, DEBUG)
 
@@ -208,7 +206,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
              d_gate_1, gate_slopes, K, E, row_to_rank)
     if EP:
-        stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, DEBUG)
+        stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE, DEBUG)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
     recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()

@@ -387,5 +387,5 @@ def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
 
 def group_variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
     """(name, source, compile options) of every production variant of the backward kernel on several ranks."""
-    return [(f"backward_{name}_ranks", source(BackwardConfig(act, several_ranks=True)), {"num_warps": 4, **COMPILE_OPTIONS})
-            for name, act in VARIANTS.items()]
+    return [(f"backward_{name}{'_recompute' if recompute else ''}_ranks", source(BackwardConfig(act, several_ranks=True, recompute=recompute)),
+             {"num_warps": 4, **COMPILE_OPTIONS}) for recompute in (False, True) for name, act in VARIANTS.items()]

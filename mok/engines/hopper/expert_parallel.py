@@ -86,7 +86,7 @@ class FusedGroup:
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
         self._signatures: dict[int, str] = {}
-        self._backward_variants: set[tuple[int, bool]] = set()
+        self._backward_variants: set[tuple[int, str | None, bool]] = set()
         self._stream: torch.cuda.Stream | None = None
         self._event = torch.cuda.Event()
         with torch.cuda.device(self.device):
@@ -146,13 +146,13 @@ class FusedGroup:
             return expert_parallel_backward.group_backward(plan, tensors, options, saved, dy, wants, main_grad, self.launch, number, self.debug)
 
     def load_backward(self, options: PassOptions) -> None:
-        """Compile and load the backward variant of this activation, once.
+        """Compile and load the backward variant of this activation and `recompute`, once.
 
         Plain SwiGLU's is loaded when the group is built, the others when a plan first names them, which all ranks do at the same place. A load may wait
         for this rank's kernels in flight; these wait for peers' launches of earlier passes alone, and of two ranks that load, the one that is behind
         finds those launched. So no circle (rule 7), unless one thread drives several ranks; then the first rank's load serves all.
         """
-        variant = (backward_launch.VARIANTS[backward_launch._variant(options)], self.debug)
+        variant = (backward_launch.VARIANTS[backward_launch._variant(options)], options.recompute, self.debug)
         if variant not in self._backward_variants:
             plan, tensors = self._smallest_pass()
             with torch.cuda.device(self.device):

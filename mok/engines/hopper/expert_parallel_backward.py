@@ -11,7 +11,21 @@ from ...plan import RoutingPlan
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import backward_launch, ready_arguments
 from .backward import BackwardConfig, _backward_kernel
-from .backward_launch import _SET_WORDS, _STATE, VARIANTS, _arguments, _empty_grads, _group_tiles, _key, _set_words, _touched, _variant, _zeroed, want_bits
+from .backward_launch import (
+    _SET_WORDS,
+    _STATE,
+    VARIANTS,
+    _arguments,
+    _empty_grads,
+    _group_tiles,
+    _key,
+    _set_words,
+    _touched,
+    _variant,
+    _zeroed,
+    want_bits,
+    z_ring_rows,
+)
 from .compat import current_stream, new_empty, on_device
 from .expert_parallel_backward_move import EXTRA_COUNTERS
 from .gemm import SET_HEADER
@@ -39,14 +53,15 @@ def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
             tensors, plan, dy, wants = _with_memory_for_a_token(tensors, plan, wants)
             written = replace(grads, shared=[])
         tensors = replace(tensors, topk_weights=_aligned(tensors.topk_weights))
-        buffers, row_weights = _buffers(plan, tensors, T, wants)
+        group_tiles = group_tiles or _tiles_of_group(options, tensors, group)
+        buffers, row_weights = _buffers(plan, tensors, T, wants, options, group_tiles)
         settings = ("ranks", group.cooperative, group.card, pass_number, debug, group_tiles, options.overlap, T, row_weights.data_ptr())
         key = _key(plan, tensors, options, saved, dy, wants, main_grad, written, settings, buffers)
         found = ready_arguments.find_launch(key)
         if found is not None:
             found[0](group.blocks - reserve_sms, current_stream(tensors.x.device.index), group.state.data_ptr(), _set_words(group.state))
             return grads
-        config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
+        config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug), recompute=options.recompute is not None)
         arguments = ready_arguments.find(key)
         if arguments is None:
             arguments = _group_arguments(plan, tensors, options, saved, dy, wants, main_grad, written, buffers, row_weights, group, pass_number, group_tiles)
@@ -63,12 +78,12 @@ def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
 def load_group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, group: GroupLaunch, debug: bool) -> None:
     """Compile and load the variant that `group_backward` with these options would launch; run nothing."""
     wants = Wants(x=True)
-    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug))
+    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug), recompute=options.recompute is not None)
     saved = Saved(tensors.x.new_empty((plan.num_rows, tensors.w_gate_up.shape[1])), tensors.x.new_empty((tensors.x.shape[0], 0)))
     with on_device(tensors.x):
-        buffers, row_weights = _buffers(plan, tensors, tensors.x.shape[0], wants)
+        buffers, row_weights = _buffers(plan, tensors, tensors.x.shape[0], wants, options, 2)
         arguments = _group_arguments(plan, tensors, options, saved, tensors.x, wants, None, _empty_grads(tensors, wants, None), buffers, row_weights, group,
-                                     0, None)
+                                     0, 2)
         _backward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
 
 
@@ -87,10 +102,20 @@ def _aligned(weights: Tensor) -> Tensor:
     return weights.clone() if weights.data_ptr() % 16 else weights
 
 
-def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
+def _tiles_of_group(options: PassOptions, tensors: MoETensors, group: GroupLaunch) -> int:
+    """Row tiles of a group: what was asked for, or one rank's default less what ranks on the same device take of its L2."""
+    asked = options.overlap is not None and options.overlap.minibatch_rows is not None
+    tiles = _group_tiles(options, tensors)
+    return tiles if asked else max(2, round(tiles * group.card))
+
+
+def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants, options: PassOptions,
+             group_tiles: int) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
     """One rank's scratch (sizes, bf16 and fp32 memory), with rows of dy where db_down alone is summed over them, and routing weights by row (R,) fp32."""
     x, rows = tensors.x, plan.num_rows
-    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants, None)
+    z_rows = None if options.recompute is None else z_ring_rows(rows, group_tiles)
+    widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
+    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, z_rows)
     if wants.b_down and not sizes.dy_rows:
         sizes = replace(sizes, dy_rows=rows * x.shape[1])
     return (sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)), new_empty(x, (rows,), torch.float32)
@@ -98,13 +123,12 @@ def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants) -> tu
 
 def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
                      grads: Grads, buffers: tuple[backward_launch.BackwardScratch, Tensor, Tensor], row_weights: Tensor, group: GroupLaunch,
-                     pass_number: int, group_tiles: int | None) -> list[Any]:
+                     pass_number: int, group_tiles: int) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
-    asked = options.overlap is not None and options.overlap.minibatch_rows is not None
-    default = _group_tiles(options, tensors)
-    group_tiles = group_tiles or (default if asked else max(2, round(default * group.card)))     # ranks that share a device share its L2, too
-    counters = 2 * (plan.num_rows // TILE) + (len(tensors.shared) + 1) * -(-tensors.x.shape[0] // TILE) + tensors.w_down.shape[0] + EXTRA_COUNTERS
+    recompute = options.recompute is not None
+    row_tiles, token_tiles, count = plan.num_rows // TILE, -(-tensors.x.shape[0] // TILE), len(tensors.shared)
+    counters = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + EXTRA_COUNTERS + (1 + row_tiles + count * token_tiles) * recompute
     assert SET_HEADER.value + counters <= _set_words(group.state), "the group's control block was made for the worst case"
-    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, False)
+    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, recompute)
     arguments[_PASS_NUMBER], arguments[_ROW_WEIGHTS] = pass_number, row_weights
     return arguments

@@ -89,13 +89,23 @@ def _pulls_dy(s):
 
 
 @gluon.jit
+def _pulls_x(s, RECOMPUTE: gl.constexpr):
+    """Whether rows of x are needed: by dw_gate_up, or by z where it is made again."""
+    if RECOMPUTE:
+        return dh_columns(s, s.T * 0 - 1) > 0
+    else:
+        return (s.wants & WANT_UP) != 0
+
+
+@gluon.jit
 def _epoch(control):
     """Number of this launch: every CTA has passed `_begin_launch`, so the control block holds it until the launch ends."""
     return load_acquire(control + fresh(CONTROL_EPOCH))
 
 
 @gluon.jit
-def stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, num_experts, number, base, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
+def stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, num_experts, number, base, VECTORS: gl.constexpr,
+                    RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Copy what peers will pull and publish `grads_ready`. By the four warps that start a CTA, before its roles: every rank waits for this first.
 
     number: of this pass's signature. base: a bf16 argument as aligned as the buffers. Nobody reads the last pass's rows any more: a launch ends when
@@ -109,7 +119,7 @@ def stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, n
             slot = first + lanes
             value = gl.load(topk_weights + slot, mask=slot < s.T * K, other=0.0)
             gl.store(float_of(gl.load(peers + OWN_WEIGHTS), slot), value, mask=slot < s.T * K)
-    if (s.wants & WANT_UP) != 0:
+    if _pulls_x(s, RECOMPUTE):
         stage_rows(s, x, x_stride_8, rows_at(base, gl.load(peers + OWN_X)), VECTORS)
     nap(gl.program_id(0) * 37 + number, DEBUG)
     thread_barrier()                          # the CTA's stores before its arrival ...
@@ -203,7 +213,7 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
 
 @gluon.jit
 def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr,
-                OMIT: gl.constexpr, DEBUG: gl.constexpr):
+                RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature."""
     s = own(s)
     grid = gl.num_programs(0)
@@ -217,13 +227,17 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
     if _pulls_dy(s):
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 11, DEBUG)
+            if RECOMPUTE and OMIT & 2 == 0 and _pulls_x(s, RECOMPUTE):
+                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, PEER_X, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
                 _copy_piece(s, rows, x, dy_rows, piece, m, flags.control, PEER_DY, COPY_ROWS_AT_ONCE, NW)
             _pull_weights(rows, m, flags.control, piece, NW)
             fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
             thread_barrier()
             add_release(flags.dy_ready + piece // COPY_PARTS, 1)
-    if (s.wants & WANT_UP) != 0:
+            if RECOMPUTE:
+                add_release(_expert_pieces(s, rows, flags, piece), 1)
+    if not RECOMPUTE and (s.wants & WANT_UP) != 0:
         for piece in range(gl.program_id(0), pieces, grid):
             nap(piece + 13, DEBUG)
             counter = _expert_pieces(s, rows, flags, piece)

@@ -107,8 +107,9 @@ def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: 
     if fused is None:
         return None
     if str([]) != signature.get("wanted gradients", str([])):
-        limit = signature["swiglu_limit"]
-        fused.load_backward(PassOptions(signature["activation"], None if limit == str(None) else float(limit)))
+        limit, recompute = signature["swiglu_limit"], signature["recompute"]
+        fused.load_backward(PassOptions(signature["activation"], None if limit == str(None) else float(limit),
+                                        recompute=None if recompute == str(None) else recompute))
     return fused.build_plan(topk_ids, num_local_experts, in_words(signature))
 
 
