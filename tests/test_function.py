@@ -353,7 +353,7 @@ def test_recompute_changes_no_bit(dtype):
 
 
 def test_recompute_is_refused_where_kernels_communicate(monkeypatch):
-    """Before anything is exchanged, and told to the other ranks: the fused group's z would not have the bits of the engine that goes backward."""
+    """Before anything is exchanged, and told to the other ranks: no binary of several ranks makes z again."""
     reports = []
 
     class Group(mok.ExpertGroup):

@@ -47,6 +47,13 @@ def new_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return _EMPTY_CUDA(*_contiguous(shape), dtype)
 
 
+def new_empties(like: Tensor, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """`new_empty` of each (shape, dtype)."""
+    if _EMPTY_CUDA is None or not like.is_cuda:
+        return [new_empty(like, shape, dtype) for shape, dtype in kinds]
+    return [_EMPTY_CUDA(*_contiguous(shape), dtype) for shape, dtype in kinds]
+
+
 @lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(the shape, its strides) as plain tuples: `_EMPTY_CUDA` refuses a torch.Size."""

@@ -19,7 +19,7 @@ class HopperEngine:
         return plan_kernel.ready_plan(topk_ids, num_experts) or _torch_gpu().build_plan(topk_ids, num_experts)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
-        reason = unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared))
+        reason = _unsupported(tensors)
         if reason is not None:
             runtime.say_once(f"mok: the torch_gpu engine runs, not the fused kernel: {reason}")
             return _torch_gpu().forward(plan, tensors, options)
@@ -27,7 +27,7 @@ class HopperEngine:
 
     def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
                  main_grad: MainGrad | None) -> Grads:
-        if unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared)) is not None:
+        if _unsupported(tensors) is not None:
             return _torch_gpu().backward(plan, tensors, options, saved, dy, wants, main_grad)
         return backward_launch.hopper_backward(plan, tensors, options, saved, dy, wants, main_grad)
 
@@ -37,6 +37,11 @@ class HopperEngine:
     def router_scores_backward(self, x: Tensor, weight: Tensor, dlogits: Tensor, want_x: bool,
                                want_weight: bool) -> tuple[Tensor | None, Tensor | None]:
         return _torch_gpu().router_scores_backward(x, weight, dlogits, want_x, want_weight)
+
+
+def _unsupported(tensors: MoETensors) -> str | None:
+    """Why the fused kernels cannot take these shared experts, or None."""
+    return unsupported_shared_reason(tuple(expert.w_down.shape[1] for expert in tensors.shared)) if tensors.shared else None
 
 
 def _torch_gpu() -> Engine:

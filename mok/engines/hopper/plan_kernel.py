@@ -26,7 +26,7 @@ from torch import Tensor
 from ...config import BLOCK_M
 from ...plan import RoutingPlan, empty_plan_like
 from ...runtime import EXPERT_RADIX, runtime
-from .compat import ReadyLaunch, current_stream, new_empty, on_device, ready_launch
+from .compat import ReadyLaunch, current_stream, new_empties, on_device, ready_launch
 
 EXPERT_CLASSES = (32, 128, 256, 512, 1024)   # widths of the per-expert vectors: the only sizes that select another binary
 MAX_CHUNKS = 512                        # programs of launches 1 and 3; 1024 gains a microsecond in launch 3 and loses four before it (H200)
@@ -226,7 +226,7 @@ class ReadyPlan:
 
     def build(self, topk_ids: Tensor) -> RoutingPlan:
         """The plan of topk_ids, on the current device."""
-        *maps, counts = [new_empty(topk_ids, shape, dtype) for shape, dtype in self._shapes]
+        *maps, counts = new_empties(topk_ids, self._shapes)
         device = topk_ids.device
         ids, count_at, stream = topk_ids.data_ptr(), counts.data_ptr(), current_stream(device.index)
         count, scan, scatter = self._launches
