@@ -90,7 +90,8 @@ def _aligned(weights: Tensor) -> Tensor:
 def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
     """One rank's scratch (sizes, bf16 and fp32 memory), with rows of dy where db_down alone is summed over them, and routing weights by row (R,) fp32."""
     x, rows = tensors.x, plan.num_rows
-    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants, None)
+    widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
+    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, False)
     if wants.b_down and not sizes.dy_rows:
         sizes = replace(sizes, dy_rows=rows * x.shape[1])
     return (sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)), new_empty(x, (rows,), torch.float32)
