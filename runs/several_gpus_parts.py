@@ -234,7 +234,7 @@ def times_of_case(ranks: Ranks, say: Say, shape: Shape, watch: Stopwatch, roof: 
     }
     if not shared(ranks):                                     # one rank's launch wants the whole device
         forwards["mok, one rank"] = lambda: mok.moe(x, local_ids, weights, up, down)
-    if has_baseline(shape.E, W):
+    if has_baseline(ranks, shape.E, T):
         forwards["unfused"] = lambda: unfused_moe_on_ranks(x, ids, weights, up, down, W, exchange)
     for which in ("forward", "backward"):
         found = measure(ranks, calls_of(forwards, which, leaves, dy), watch, roof, block_ms)
@@ -251,7 +251,7 @@ def routes_of(ranks: Ranks, problem: Problem, group: mok.ExpertGroup, leaves: li
     mok.check()
     errors = check(problem, ranks.rank, results)
     del results
-    if has_baseline(problem.E, ranks.size):
+    if has_baseline(ranks, problem.E, mine.stop - mine.start):
         y = unfused_moe_on_ranks(leaves[0], ids, leaves[1], leaves[2], leaves[3], ranks.size, exchange_for(ranks))
         check(problem, ranks.rank, [y.detach(), *torch.autograd.grad(y, leaves, dy)])
         del y
@@ -259,9 +259,9 @@ def routes_of(ranks: Ranks, problem: Problem, group: mok.ExpertGroup, leaves: li
     return ids, local.ids[mine].contiguous(), dy, problem.remote_rows(ranks.rank), errors
 
 
-def has_baseline(E: int, W: int) -> bool:
-    """Whether the unfused baseline takes so many ranks."""
-    return E % W == 0
+def has_baseline(ranks: Ranks, E: int, T: int) -> bool:
+    """Whether the unfused baseline takes so many ranks; where they share a GPU its rows go through the host, for seconds at large T."""
+    return E % ranks.size == 0 and (not shared(ranks) or T <= 1024)
 
 
 def moved_bytes(which: str, remote: tuple[int, int], H: int) -> int:

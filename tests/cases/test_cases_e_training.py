@@ -261,7 +261,7 @@ def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted, recompute):
     p = problem(random_routes(T, K, E), E, H, I, "cuda", torch.bfloat16)
     if mok.engine_for(p["x"], I) != "hopper":
         pytest.skip("the formulas are those of the fused kernels, which need compute capability 9.0")
-    from mok.engines.hopper.backward_launch import backward_scratch, default_group, z_ring_rows
+    from mok.engines.hopper.backward_launch import backward_scratch
     from mok.engines.hopper.launch import granularity, scratch_sizes
     from mok.engines.protocol import Wants
 
@@ -279,8 +279,7 @@ def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted, recompute):
     saved = (R * 2 * I * 2 if recompute is None else 0) + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
     y = T * H * 2
     forward = scratch_sizes(T, H, I, R, (), granularity(None, H, I)).bytes
-    z_rows = None if recompute is None else z_ring_rows(R, default_group(H, I))
-    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS}), z_rows).bytes
+    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS}), recompute is not None).bytes
     gradients = sum(p[name].numel() * p[name].element_size() for name in wanted)
     stated = saved + y + max(forward, backward + gradients)
     peak = peak_bytes("cuda", passes)

@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from mok.cli.console import PeerFailed
+from mok.cli.launch import _failures_named
 from tests.mps_stand_in import runs, write_program
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +62,14 @@ def test_a_daemon_that_does_not_start_ends_the_command_before_any_rank(tmp_path,
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and err.startswith("ranks=2 share a GPU: ") and "nvidia-cuda-mps-control" in err and said in err, err
     assert not (tmp_path / "rank-0").exists()
+
+
+def test_a_broken_context_is_put_down_to_the_others_only_where_they_share_the_gpu(monkeypatch):
+    """A killed client of MPS can break the contexts of all others; elsewhere such an error is this program's own, with its traceback."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with pytest.raises(torch.AcceleratorError), _failures_named():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/pipe")
+    with pytest.raises(PeerFailed, match=r"^rank 1: CUDA error: an illegal memory access \(ranks that share a GPU can fall together\)$"), _failures_named():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with")

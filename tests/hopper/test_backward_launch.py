@@ -39,16 +39,10 @@ def test_scratch_of_shared_experts():
 def test_scratch_where_z_is_made_again(wants, routed, shared):
     """z and the rows of x that it comes from wherever a DH task reads z, of each kind; nothing else changes, and nothing without recompute."""
     saving = launch.backward_scratch(T=200, H=64, I=32, rows=512, shared_widths=[80, 336], wants=wants)
-    again = launch.backward_scratch(T=200, H=64, I=32, rows=512, shared_widths=[80, 336], wants=wants, z_rows=384)
+    again = launch.backward_scratch(T=200, H=64, I=32, rows=512, shared_widths=[80, 336], wants=wants, recompute=True)
     assert (saving.z, saving.shared_z) == (0, 0)
-    assert (again.z, again.x_rows, again.shared_z) == (384 * 64 * routed, 512 * 64 * routed, 200 * 2 * 416 * shared)
-    assert replace(again, z=0, shared_z=0, x_rows=saving.x_rows) == saving and again.bytes - saving.bytes == 2 * (again.z + again.x_rows + again.shared_z)
-
-
-def test_ring_of_z():
-    """Three groups of 5 row tiles, twice as many where groups end with experts and one more for each group ahead; no more than the plan has."""
-    assert launch.z_ring_rows(10**6, 5) == 15 * 128 and launch.z_ring_rows(10**6, 5, launch.BackwardConfig(0, align=True, ahead=2)) == 40 * 128
-    assert launch.z_ring_rows(1280, 5) == 1280
+    assert (again.z, again.x_rows, again.shared_z) == (512 * 64 * routed, 512 * 64 * routed, 200 * 2 * 416 * shared)
+    assert replace(again, z=0, shared_z=0, x_rows=saving.x_rows) == saving and again.bytes - saving.bytes == 2 * (2 * 512 * 64 * routed + again.shared_z)
 
 
 @pytest.mark.parametrize("H, I", [(2048, 768), (7168, 2048), (4096, 14336), (16, 16)])
@@ -85,7 +79,7 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad,
     assert (grads.w_gate_up is None) == into_main_grad and (grads.w_down is None) == into_main_grad
     if recompute:
         saved = Saved(saved.z[:0], saved.shared_z[:0])
-    buffers = launch._buffers(plan, t, wants, launch.z_ring_rows(plan.num_rows, 2) if recompute else None)
+    buffers = launch._buffers(plan, t, wants, recompute)
     arguments = launch._launch_arguments(plan, t, case.options, saved, case.dy, wants, main_grad, grads, 2, buffers, object(), recompute)
     signature = launch.source(launch.BackwardConfig(0, recompute=recompute)).signature
     names = [name for name, kind in signature.items() if kind != "constexpr"]
@@ -105,8 +99,7 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad,
     assert 4 * (asked[0] - 1) < counters <= 4 * asked[0]
     by_name = dict(zip(names, arguments))
     assert (by_name["features"] & 16 != 0) == (recompute and "biases" in settings) == (by_name["b_up"] is t.b_gate_up)
-    assert plan.num_rows > 768 and by_name["z_desc"].shape == [2, 768 if recompute else plan.num_rows, 176]
-    assert by_name["x_rows_desc"].shape == [plan.num_rows, 272]
+    assert by_name["z_desc"].shape == [2, plan.num_rows, 176] and by_name["x_rows_desc"].shape == [plan.num_rows, 272]
     if shared:
         assert [by_name[f"shared_z_{i}"].shape for i in range(2)] == [[2, 200, 80], [2, 200, 336]]
         assert by_name["shared_z_1"].base.data_ptr() - by_name["shared_z_0"].base.data_ptr() == 2 * 2 * 80

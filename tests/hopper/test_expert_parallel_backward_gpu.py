@@ -26,8 +26,9 @@ from mok.engines.protocol import MainGrad, Wants
 from tests.ranks import run_mortal_ranks
 
 pytestmark = pytest.mark.gpu
-H, I, E, K, MAX_TOKENS = 256, 128, 6, 3, 300
-CUTS = {1: [0, 300], 2: [0, 37, 300], 4: [0, 37, 37, 250, 300]}      # unequal tokens, none on a rank; 6 experts over 4 ranks: 2, 2, 1, 1
+H, I, E, K, MAX_TOKENS = 256, 128, 9, 3, 300
+CUTS = {1: [0, 300], 2: [0, 37, 300], 4: [0, 37, 37, 250, 300],         # unequal tokens, none on a rank; 9 experts over 4 ranks: 3, 2, 2, 2
+        8: [0, 10, 10, 60, 61, 130, 200, 299, 300]}
 ROUTES = {"random with -1": None, "all to one expert": torch.zeros(300, K, dtype=torch.int64), "none at all": torch.full((300, K), -1)}
 
 
@@ -61,7 +62,7 @@ def check(case, cuts, groups, streams, wants: Wants | None = None, order: list[i
     assert_gradients_equal_one_rank(case, parts, grads, alone, wants)
 
 
-@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("W", [1, 2, 4, 8])
 @pytest.mark.parametrize("routes", ROUTES)
 def test_any_number_of_ranks_gives_the_bits_of_one(W, routes):
     for seed in range(2):

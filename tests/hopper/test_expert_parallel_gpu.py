@@ -12,8 +12,9 @@ from gpu_support import gpu_case
 from tests.ranks import run_mortal_ranks
 
 pytestmark = pytest.mark.gpu
-H, I, E, K, MAX_TOKENS = 256, 128, 6, 3, 300
-CUTS = {1: [0, 300], 2: [0, 37, 300], 4: [0, 37, 37, 250, 300]}      # unequal tokens, none on a rank; 6 experts over 4 ranks: 2, 2, 1, 1
+H, I, E, K, MAX_TOKENS = 256, 128, 9, 3, 300
+CUTS = {1: [0, 300], 2: [0, 37, 300], 4: [0, 37, 37, 250, 300],         # unequal tokens, none on a rank; 9 experts over 4 ranks: 3, 2, 2, 2
+        8: [0, 10, 10, 60, 61, 130, 200, 299, 300]}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def check(case, cuts, groups, streams, **settings) -> None:
 ROUTES = {"random with -1": None, "all to one expert": torch.zeros(300, K, dtype=torch.int64), "none at all": torch.full((300, K), -1)}
 
 
-@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("W", [1, 2, 4, 8])
 @pytest.mark.parametrize("routes", ROUTES)
 def test_any_number_of_ranks_gives_the_bits_of_one(W, routes):
     for seed, save in ((0, True), (1, False), (2, True)):
@@ -115,7 +116,7 @@ def test_a_rank_that_does_not_come_is_named():
         groups[0].raise_if_dead()
     assert caught.value.peers == (1,)
     with pytest.raises(FabricTimeout, match="dead"):
-        groups[0].build_plan(parts[0].ids, 3, "again")
+        groups[0].build_plan(parts[0].ids, parts[0].tensors.w_down.shape[0], "again")
     assert torch.isnan(_late(groups, streams, parts, case.options, 1)).all()
     with pytest.raises(FabricError, match="rank 0 gave up"):
         groups[1].raise_if_dead()
@@ -132,7 +133,7 @@ def test_another_pass_and_too_many_tokens_end_all_ranks():
     groups, streams = fresh()
     for r in range(2):
         with torch.cuda.stream(streams.of_rank[r]):
-            groups[r].build_plan(parts[r].ids, 3, f"layer {r}")
+            groups[r].build_plan(parts[r].ids, parts[r].tensors.w_down.shape[0], f"layer {r}")
     torch.cuda.synchronize()
     said = []
     for group in groups:
@@ -142,7 +143,7 @@ def test_another_pass_and_too_many_tokens_end_all_ranks():
     assert any("another pass" in text for text in said), said
     groups, streams = fresh()
     with pytest.raises(ValueError, match="max_tokens=300"):
-        groups[0].build_plan(torch.zeros(301, K, dtype=torch.int64, device="cuda"), 3, "long")
+        groups[0].build_plan(torch.zeros(301, K, dtype=torch.int64, device="cuda"), parts[0].tensors.w_down.shape[0], "long")
     with pytest.raises(FabricError, match="rank 0 gave up: its host could not launch"):       # the plan's launch may have seen it before forward is called
         assert torch.isnan(_late(groups, streams, parts, case.options, 1)).all()
         groups[1].raise_if_dead()

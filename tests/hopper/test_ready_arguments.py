@@ -166,7 +166,7 @@ def test_backward_lists_are_those_made_anew(case, monkeypatch, _states, into_mai
         wants = wants or case.wants
         grads = grads_memory.setdefault(wants, None) or backward_launch._empty_grads(tensors, wants, main_grad)
         grads_memory[wants] = grads
-        buffers = backward_launch._buffers(case.plan, tensors, wants, None)
+        buffers = backward_launch._buffers(case.plan, tensors, wants, False)
         key = backward_launch._key(case.plan, tensors, options, saved, dy, wants, main_grad, grads, (None, None, None), buffers)
         return backward_launch._launch_arguments(case.plan, tensors, options, saved, dy, wants, main_grad, grads, 16, buffers, key, False)
 

@@ -7,6 +7,7 @@ import torch
 from mok.lm import ranks as lm_ranks
 from mok.lm.placement import Placement, place
 from mok.lm.ranks import Ranks
+from mok.lm.trainer import Trainer, TrainSettings
 
 CUDA = torch.device("cuda")
 
@@ -58,3 +59,26 @@ def test_layers_get_a_group_of_their_sizes_where_launches_can_meet(monkeypatch):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/pipe")
     assert chosen(place(CUDA, 0, 2, 1)) is not group
     assert Ranks(None, place(CUDA, 0, 1, 1)).expert_group(here, **sizes) is None
+
+
+class _Asked(Ranks):
+    """Three ranks that note the sizes of the group that a trainer asks for."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.size, self.asked = 3, []
+
+    def expert_group(self, device, **sizes):
+        self.asked.append((device, sizes))
+        return "the layers' group"
+
+
+def test_the_layers_group_holds_the_largest_share_of_a_part_of_the_batch():
+    """14 sequences in two parts: 3, 2 and 2 of them on the ranks. In fp32 nothing communicates inside launches."""
+    trainer = object.__new__(Trainer)
+    trainer.ranks, trainer.device = _Asked(), CUDA
+    trainer.settings = TrainSettings(config="small", precision="bf16", batch_size=14, accumulate=2)
+    assert trainer._expert_group() == "the layers' group"
+    assert trainer.ranks.asked == [(CUDA, {"num_experts": 8, "max_tokens": 3 * 256, "hidden_size": 256, "top_k": 2})]
+    trainer.settings = TrainSettings(config="small", precision="fp32")
+    assert trainer._expert_group() is None and len(trainer.ranks.asked) == 1

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mok.fabric.process_group import FabricTimeout
 from mok.lm.checkpoint import list_checkpoints, load_checkpoint
 from mok.lm.data import Corpus, bigram_loss, load_corpus
 from mok.lm.run_folder import RunFolder
 from mok.lm.trainer import Trainer, TrainSettings, fit, load_balance, native_precision
+from mok.runtime import runtime
 
 SETTINGS = TrainSettings(config="tiny", steps=6, precision="fp32", batch_size=4, warmup_steps=2, eval_every=3, save_every=100, eval_tokens=256)
 
@@ -162,6 +164,23 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(corpus: Corpu
     with pytest.raises(FloatingPointError, match=r"the loss is nan at step 1"):
         trainer.train_step()
     assert torch.equal(trainer.model.embedding, before) and trainer.step == 0
+
+
+@pytest.mark.parametrize("what", ["train_step", "evaluate"])
+def test_what_a_launch_reported_is_raised_and_not_the_nan_that_it_left(corpus: Corpus, monkeypatch, what):
+    """A launch that has lost a peer fills its output with NaN and says why in a word that the next call reads; a step's last launch has no next call."""
+    trainer = Trainer(replace(SETTINGS, eval_tokens=64), corpus)                 # one part's windows: the last launch of a validation too
+    reports: list[Exception | None] = []
+    monkeypatch.setattr(runtime, "error_words", [lambda: reports.pop() if reports else None])
+
+    def lose_a_peer(module, inputs, output):
+        reports.append(FabricTimeout("rank 1 did not come", (1,)))
+        return output * float("nan")
+
+    trainer.model.blocks[-1].moe.register_forward_hook(lose_a_peer)
+    with pytest.raises(FabricTimeout, match="rank 1 did not come"):
+        getattr(trainer, what)()
+    assert trainer.step == 0
 
 
 def test_checkpoints_are_kept_at_steps_and_hold_every_tensor(tmp_path: Path, corpus: Corpus):

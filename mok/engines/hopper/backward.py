@@ -217,7 +217,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                     (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), ALIGN, AHEAD, RECOMPUTE, DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
-                  shared_results_row, recomputed, ALIGN, AHEAD, RECOMPUTE, DEBUG)),
+                  shared_results_row, recomputed, RECOMPUTE, DEBUG)),
         (_mover, (s, rows, flags, m, Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, pass_number, COPY_ROWS_AT_ONCE, MOVER_WARPS,
                   EP, RECOMPUTE, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])

@@ -42,8 +42,8 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. Where z is made again, z (ring rows, 2I) and
-    shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. With recompute z (R, 2I) and shared_z
+    (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
     """
     dy_rows: int
     x_rows: int
@@ -80,15 +80,14 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, z_rows: int | None = None) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need. z_rows: None = forward has saved z, else rows of the ring (`z_ring_rows`) in which it is made again."""
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
-    z_again = z_rows is not None and (product or wants.w_down)
-    shared_z_again = z_rows is not None and (wants.x or any(any(want) for want in wants.shared))
+    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
         dy_rows=rows * H if product or wants.w_down else 0,
         x_rows=rows * H if wants.w_gate_up or z_again else 0,
@@ -99,14 +98,8 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
         gates=count * token_rows,
-        z=z_rows * 2 * I if z_rows is not None and z_again else 0,
+        z=rows * 2 * I if z_again else 0,
         shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
-
-
-def z_ring_rows(rows: int, group_tiles: int, config: BackwardConfig | None = None) -> int:
-    """Rows of the ring in which routed z is made again, no more than the plan's; as backward_tasks.z_ring has it. config: None = production's."""
-    config = config or BackwardConfig(0)
-    return min(rows, group_tiles * (config.ahead + 2) * (2 if config.align else 1) * TILE)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -125,8 +118,7 @@ def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions
         if reserve_sms is None:
             reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
         recompute = options.recompute is not None if config is None else bool(config.recompute)
-        z_rows = z_ring_rows(plan.num_rows, group_tiles or _group_tiles(options, tensors), config) if recompute else None
-        buffers = _buffers(plan, tensors, wants, z_rows)
+        buffers = _buffers(plan, tensors, wants, recompute)
         key = _key(plan, tensors, options, saved, dy, wants, main_grad, grads, (config, group_tiles, options.overlap), buffers)
         found = ready_arguments.find_launch(key)
         if found is not None and reserve_sms < found[1]:
@@ -203,17 +195,17 @@ def _launch_state(plan: RoutingPlan, tensors: MoETensors, recompute: bool) -> Te
     return launch_state(tensors.x.device, -(-tiles // 4))[0]
 
 
-def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, z_rows: int | None) -> tuple[BackwardScratch, Tensor, Tensor]:
-    """The launch's scratch: sizes, bf16 and fp32 memory. z_rows: as in `backward_scratch`."""
+def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, recompute: bool) -> tuple[BackwardScratch, Tensor, Tensor]:
+    """The launch's scratch: sizes, bf16 and fp32 memory."""
     x = tensors.x
     sizes = _scratch_of(*x.shape, tensors.w_down.shape[2], plan.num_rows, tuple([expert.w_down.shape[1] for expert in tensors.shared]), wants,
-                        z_rows)
+                        recompute)
     return sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)
 
 
 @lru_cache(maxsize=4096)
-def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, z_rows: int | None) -> BackwardScratch:
-    return backward_scratch(T, H, I, rows, shared_widths, wants, z_rows)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute)
 
 
 @lru_cache(maxsize=4096)
@@ -268,7 +260,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
     boxes["up_desc"] = (up, (E, 2, I, H), (up.stride(0), I * up.stride(1), up.stride(1), 1))
     boxes["down_desc"] = (down, (E, H, I), down.stride())
-    boxes["z_desc"] = (saved.z, (2, saved.z.shape[0], I), (I, 2 * I, 1))
+    boxes["z_desc"] = (saved.z, (2, rows, I), (I, 2 * I, 1))
     for name, buffer, width in (("dy_rows_desc", dy_rows, H), ("x_rows_desc", x_rows, H), ("wh_desc", wh, I)):
         boxes[name] = (buffer, (rows, width), (width, 1))
     boxes["dz_desc"] = (dz, (2, rows, I), (I, 2 * I, 1))

@@ -44,7 +44,6 @@ from .backward_tasks import (
     seek,
     width_of,
     z_columns,
-    z_ring,
 )
 from .compat import tma_load
 from .gemm import second_half_is_padding, take_task
@@ -297,10 +296,7 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
         it = _load_steps(s, pipe, it, place, steps, filled, steps, routed, shared_0, shared_1, tokens_desc, RECOMPUTE)
         if kind == DH:
             if slot < 0:
-                z_tile = tile
-                if RECOMPUTE:
-                    z_tile = tile % z_ring(s, ALIGN, AHEAD)
-                it = _load_z(routed[2], z_tile * TILE_M, column, pipe, it)
+                it = _load_z(routed[2], tile * TILE_M, column, pipe, it)
             elif slot == 0:
                 it = _load_z(shared_0[0], tile * TILE_M, column, pipe, it)
             else:

@@ -58,7 +58,6 @@ WAIT_SLOTS = gl.constexpr(17)
 WAIT_START = gl.constexpr(18)
 WAIT_AUDIT = gl.constexpr(19)
 WAIT_Z = gl.constexpr(20)
-WAIT_Z_PLACE = gl.constexpr(21)
 
 
 @aggregate

@@ -9,7 +9,6 @@ from .backward_pipe import (
     DX_DONE,
     TASK_END,
     TASK_IDLE,
-    WAIT_Z_PLACE,
     Z_STEPS,
     has_store_step,
     pop_task,
@@ -28,14 +27,12 @@ from .backward_tasks import (
     WANT_X,
     Z,
     counter_of,
-    dh_columns,
     own,
     shared_wants,
     width_of,
-    z_ring,
 )
 from .compat import thread_barrier, tma_store, tma_store_wait
-from .sync import add_release, fence_proxy, nap, stores_complete, wait_at_least
+from .sync import add_release, fence_proxy, nap, stores_complete
 
 
 @gluon.jit
@@ -91,7 +88,7 @@ def _store_z_step(dz_desc, wh_desc, want_dz, want_wh, row, column, stage, pipe, 
 
 @gluon.jit
 def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, recomputed,
-           ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
+           RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
 
     hidden = (dz, wh, shared dz, shared wh); up_grads, down_grads = descriptors of (routed, shared 0, shared 1) weight gradients; recomputed = those of
@@ -137,12 +134,6 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             z_desc, shared_z_0, shared_z_1 = recomputed
             at = tile * TILE_M                           # of a shared expert too: each has a descriptor of its own
             if slot < 0:
-                # Rule 6: the place is free when the DH tasks that read it are stored. Waited for here, while the consumers still multiply.
-                ring = z_ring(s, ALIGN, AHEAD)
-                if tile >= ring:
-                    wait_at_least(flags.dh_ready + tile - ring, dh_columns(s, slot), flags.control, WAIT_Z_PLACE, tile)
-                fence_proxy(tile)
-                at = tile % ring * TILE_M
                 _store_both(z_desc, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
             elif slot == 0:
                 _store_both(shared_z_0, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)

@@ -149,18 +149,6 @@ def z_columns(s, slot):
 
 
 @gluon.jit
-def z_ring(s, ALIGN: gl.constexpr, AHEAD: gl.constexpr):
-    """Row tiles of routed z that there are places for: tile t takes that of tile t - ring, once all DH tasks of that one have read it.
-
-    Z of a group comes after DH of the group AHEAD + 1 before it; one group more, so that nobody waits. Aligned groups may be twice as long.
-    """
-    groups = AHEAD + 2
-    if ALIGN:
-        groups = 2 * (AHEAD + 2)
-    return s.group_tiles * groups
-
-
-@gluon.jit
 def dx_columns(s):
     return gl.where((s.wants & WANT_X) != 0, gl.cdiv(s.H, TILE_N), 0)
 

@@ -24,7 +24,6 @@ from .backward_launch import (
     _variant,
     _zeroed,
     want_bits,
-    z_ring_rows,
 )
 from .compat import current_stream, new_empty, on_device
 from .expert_parallel_backward_move import EXTRA_COUNTERS
@@ -54,7 +53,7 @@ def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
             written = replace(grads, shared=[])
         tensors = replace(tensors, topk_weights=_aligned(tensors.topk_weights))
         group_tiles = group_tiles or _tiles_of_group(options, tensors, group)
-        buffers, row_weights = _buffers(plan, tensors, T, wants, options, group_tiles)
+        buffers, row_weights = _buffers(plan, tensors, T, wants, options)
         settings = ("ranks", group.cooperative, group.card, pass_number, debug, group_tiles, options.overlap, T, row_weights.data_ptr())
         key = _key(plan, tensors, options, saved, dy, wants, main_grad, written, settings, buffers)
         found = ready_arguments.find_launch(key)
@@ -81,7 +80,7 @@ def load_group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOpt
     config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug), recompute=options.recompute is not None)
     saved = Saved(tensors.x.new_empty((plan.num_rows, tensors.w_gate_up.shape[1])), tensors.x.new_empty((tensors.x.shape[0], 0)))
     with on_device(tensors.x):
-        buffers, row_weights = _buffers(plan, tensors, tensors.x.shape[0], wants, options, 2)
+        buffers, row_weights = _buffers(plan, tensors, tensors.x.shape[0], wants, options)
         arguments = _group_arguments(plan, tensors, options, saved, tensors.x, wants, None, _empty_grads(tensors, wants, None), buffers, row_weights, group,
                                      0, 2)
         _backward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
@@ -109,13 +108,12 @@ def _tiles_of_group(options: PassOptions, tensors: MoETensors, group: GroupLaunc
     return tiles if asked else max(2, round(tiles * group.card))
 
 
-def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants, options: PassOptions,
-             group_tiles: int) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
+def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants,
+             options: PassOptions) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
     """One rank's scratch (sizes, bf16 and fp32 memory), with rows of dy where db_down alone is summed over them, and routing weights by row (R,) fp32."""
     x, rows = tensors.x, plan.num_rows
-    z_rows = None if options.recompute is None else z_ring_rows(rows, group_tiles)
     widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
-    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, z_rows)
+    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, options.recompute is not None)
     if wants.b_down and not sizes.dy_rows:
         sizes = replace(sizes, dy_rows=rows * x.shape[1])
     return (sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)), new_empty(x, (rows,), torch.float32)

@@ -23,7 +23,7 @@ MIN_CAPACITY = 4096           # row tiles: half a million rows
 WAITS = {1: "rows of x in the routed ring", 2: "h of a row tile", 3: "a free place in the ring of h", 4: "results to sum", 5: "a free place in the routed ring",
          11: "rows of dy or gates", 13: "dz of a row tile", 14: "all dz (backward)", 15: "rows of x (backward)", 16: "all rows of dx", 17: "gate slopes",
          18: "all CTAs to start (backward)", 19: "the number of published tasks at the end (backward)",
-         20: "z of a row tile (backward)", 21: "a free place in the ring of z (backward)",
+         20: "z of a row tile (backward)",
          31: "the ids of a rank", 32: "the rows of x of a rank", 33: "the rows of dy and x of a rank (backward)",
          34: "results of other ranks to sum", 37: "the gradients of a rank (backward)"}
 _BLOCKS, _RESERVE, _CAPTURED, _ERROR, _LIMIT = "hopper blocks", "hopper reserve", "hopper captured", "hopper error", "hopper spin limit"   # keys
