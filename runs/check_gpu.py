@@ -1,4 +1,4 @@
-"""Everything that only a GPU can check, in one call: all GPU tests side by side, compute-sanitizer, then the recorded figures one after the other.
+"""Everything that only a GPU can check, in one call: the recorded figures one after the other, then all GPU tests and compute-sanitizer side by side.
 
     PYTHONPATH=. python3 runs/check_gpu.py --out FOLDER --commit COMMIT                      tests, sanitizers, figures: about five minutes on an H200
     PYTHONPATH=. python3 runs/check_gpu.py --out FOLDER --only tests sanitizers              parts of it
@@ -23,22 +23,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--durations=3")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--durations=3", "-o", "faulthandler_timeout=100")
 # Each suite is one process; the long ones are cut so that they end together, and one multiprocessor-hungry test does not wait for another's compilation.
 SUITES = {
     "forward": ("tests/hopper/test_forward_gpu.py",),
-    "backward": ("tests/hopper/test_backward_gpu.py",),
-    "plan": ("tests/hopper/test_plan_kernel.py",),
+    "backward": ("tests/hopper/test_backward_gpu.py", "-k", "not recompute"),
+    "recompute": ("tests/hopper/test_backward_gpu.py", "-k", "recompute"),
+    "plan, ready launches": ("tests/hopper/test_plan_kernel.py", "tests/hopper/test_ready_launch.py"),
     "torch_gpu": ("tests/engines/test_torch_gpu.py", "tests/test_router.py", "tests/test_determinism.py", "tests/test_bench_cuda.py"),
     "cases a": ("tests/cases/test_cases_a_gradients.py",),
     "cases c d": ("tests/cases/test_cases_c_routing.py", "tests/cases/test_cases_d_shapes.py"),
     "cases e": ("tests/cases/test_cases_e_training.py",),
     "cases g h i": ("tests/cases/test_cases_g_h_i.py",),
     "cases streams": ("tests/cases/test_cases_gpu_streams.py",),
-    "trainer": ("tests/lm", "tests/cli"),
+    "trainer": ("tests/lm", "tests/cli", "--ignore", "tests/lm/test_trainer_ranks_gpu.py"),
+    "trainer ranks": ("tests/lm/test_trainer_ranks_gpu.py",),
     "fabric": ("tests/fabric",),
     "expert parallel": ("tests/hopper/test_expert_parallel_gpu.py",),
+    "expert parallel backward": ("tests/hopper/test_expert_parallel_backward_gpu.py",),
 }
+PROGRAMS = {"expert-parallel-soak": ("runs/expert_parallel_soak.py", "--ranks", "4", "--steps", "2000")}      # beside the suites
 SANITIZED = ("tests/hopper/test_forward_gpu.py", "tests/hopper/test_backward_gpu.py", "-k", "smallest or one_token")
 SANITIZERS = {"memcheck": (), "racecheck": ()}
 # What racecheck reports of correct code too (runs/racecheck_control.py): it follows neither mbarriers nor a barrier that roles reach at different instructions.
@@ -47,6 +51,7 @@ HOPPER = ROOT / "mok" / "engines" / "hopper"
 RECORDS = {
     "hopper-forward": ("runs/hopper_forward.py", "--budget-ms", "60", "--blocks", "5"),
     "hopper-backward": ("runs/hopper_backward.py", "--budget-ms", "60", "--blocks", "5"),
+    "expert-parallel": ("runs/expert_parallel.py", "--backward"),
     "host-time": ("runs/host_time.py",),
 }
 TAIL = 6000                     # characters of each log that are kept
@@ -89,9 +94,14 @@ def wait(jobs: list[Job], limit: float) -> None:
         time.sleep(0.2)
 
 
-def suites(folder: Path, select: list[str]) -> list[Job]:
-    return [Job(name, [sys.executable, *PYTEST, *paths], folder / f"{name.replace(' ', '_')}.log") for name, paths in SUITES.items()
-            if all((ROOT / path).exists() for path in paths) and (not select or any(word in name for word in select))]
+def suites(folder: Path, out: Path, commit: str, select: list[str]) -> list[Job]:
+    def chosen(name: str) -> bool:
+        return not select or any(word in name for word in select)
+
+    logs = {name: folder / (re.sub("[ ,]+", "_", name) + ".log") for name in SUITES}
+    tests = [Job(name, [sys.executable, *PYTEST, *arguments], logs[name]) for name, arguments in SUITES.items() if chosen(name)]
+    return tests + [Job(name, [sys.executable, *command, "--out", str(out / f"{name}.json"), "--commit", commit], folder / f"{name}.log")
+                    for name, command in PROGRAMS.items() if chosen(name)]
 
 
 def sanitizers(folder: Path) -> list[Job]:
@@ -147,15 +157,15 @@ def main() -> int:
     logs = args.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     done: list[Job] = []
-    beside = [*(suites(logs, args.select) if "tests" in args.only else []), *(sanitizers(logs) if "sanitizers" in args.only else [])]
+    for job in records(args.out, args.commit) if "records" in args.only else []:
+        wait([start(job)], args.limit)
+        done.append(job)
+    beside = [*(suites(logs, args.out, args.commit, args.select) if "tests" in args.only else []), *(sanitizers(logs) if "sanitizers" in args.only else [])]
     wait([start(job) for job in beside], args.limit)
     for job in beside:
         if job.name == "racecheck" and job.status == 1 and not unexplained_races(job.log.read_text(errors="replace")):
             job.status = 0
     done += beside
-    for job in records(args.out, args.commit) if "records" in args.only else []:
-        wait([start(job)], args.limit)
-        done.append(job)
     text = "\n".join(f"===== {job.name}: status {job.status}, {job.seconds} s\n{job.log.read_text(errors='replace')[-TAIL:]}" for job in done)
     (args.out / "logs.txt").write_text(text)
     document = {"date": datetime.date.today().isoformat(), "commit": args.commit,
