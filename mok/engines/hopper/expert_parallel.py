@@ -86,6 +86,7 @@ class FusedGroup:
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
         self._signatures: dict[int, str] = {}
+        self._reasons: dict[int, str | None] = {}
         self._backward_variants: set[tuple[int, str | None, bool]] = set()
         self._stream: torch.cuda.Stream | None = None
         self._event = torch.cuda.Event()
@@ -98,7 +99,9 @@ class FusedGroup:
         """None if this group's passes of these sizes run inside the launches; else why not. The same on all ranks that agree on the sizes."""
         if self.hidden_size != H or self.top_k != K:
             return f"H={H}, K={K} are not the group's hidden_size={self.hidden_size}, top_k={self.top_k}"
-        return unsupported_reason(self.device, torch.bfloat16, H, I)
+        if I not in self._reasons:                            # asked for every plan and pass: a look at the device and at what is installed takes longer
+            self._reasons[I] = unsupported_reason(self.device, torch.bfloat16, H, I)
+        return self._reasons[I]
 
     def build_plan(self, topk_ids: Tensor, num_local_experts: int, signature: str) -> RoutingPlan:
         """This rank's plan of topk_ids (T, K) int32/int64 (expert_parallel_plan.py); signature: what must agree on all ranks.
