@@ -73,7 +73,8 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
         check_main_grad(main_grad, w_gate_up, w_down)
         dtype = compute_dtype(x)
         if not passed or group is not None:
-            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute)
+            fused = group is not None and group.fused is not None and x.device == group.fused.device
+            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute, fused)
             remember_passed(key)
     except (ValueError, NotImplementedError) as error:
         if group is not None:
