@@ -3,7 +3,7 @@
     PYTHONPATH=. python3 runs/hopper_backward.py --check --out OUT.json                  checks, then the published table
     PYTHONPATH=. python3 runs/hopper_backward.py --variants "stagger=0" "group=8" ...   settings against each other
 
-FLOPs 12*T*K*H*I. Last line of stdout: one JSON document. A variant is a comma-separated list of stagger, copy_rows, align, ahead, group, omit, recompute
+FLOPs 12*T*K*H*I. Last line of stdout: one JSON document. A variant is a comma-separated list of stagger, copy_rows, group, omit, recompute
 (see BackwardConfig), wants (bits: x, topk_weights, w_gate_up, w_down; then bits and FLOPs are not compared).
 """
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The kernels' order of tasks run as plain Python: the device language replaced by integers, so that the code under test is the code that is compiled."""
 from __future__ import annotations
 
-import itertools
 import types
 from pathlib import Path
 
@@ -39,22 +38,6 @@ class Column(float):
         return Column(float(self) + float(other))
 
 
-class Pointer:
-    """A device pointer: pointer + index, then gl.load."""
-
-    def __init__(self, values, at=0):
-        self.values, self.at = values, at
-
-    def __add__(self, offset):
-        return Pointer(self.values, self.at + int(offset))
-
-
-def segments_of(tiles_of_expert):
-    """(tile_to_expert, expert_offsets) of experts with these numbers of row tiles."""
-    offsets = [0, *itertools.accumulate(128 * tiles for tiles in tiles_of_expert)]
-    return Pointer([e for e, tiles in enumerate(tiles_of_expert) for _ in range(tiles)]), Pointer(offsets)
-
-
 def _where(condition, yes, no):
     return yes if condition else no
 
@@ -63,8 +46,7 @@ def load(*names: str) -> types.ModuleType:
     """These files of mok/engines/hopper as one module, each seeing what stands in those before it."""
     language = types.SimpleNamespace(
         constexpr=lambda value: value, tensor=object, where=_where, cdiv=lambda a, b: Number(-(-int(a) // int(b))),
-        minimum=lambda a, b: Number(min(a, b)), maximum=lambda a, b: Number(max(a, b)), int32=int, float32=float,
-        load=lambda pointer, mask=True, other=0: Number(pointer.values[pointer.at]) if mask else Number(other))
+        minimum=lambda a, b: Number(min(a, b)), maximum=lambda a, b: Number(max(a, b)), int32=int, float32=float)
     module = types.ModuleType("order")
     module.__dict__.update(gluon=types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f), gl=language, aggregate=lambda cls: cls,
                            fresh=lambda value: value)

@@ -146,7 +146,7 @@ def test_P1_and_P2_settings_change_no_bit():
     from mok.engines.hopper.backward import BackwardConfig
 
     settings = [{}, {"group_tiles": 1}, {"group_tiles": 7}, {"reserve_sms": 100}, {"reserve_sms": 131}, {"config": BackwardConfig(0, debug=1)},
-                {"config": BackwardConfig(0, align=True, ahead=2), "group_tiles": 3}, {}]
+                {"group_tiles": 3}, {}]
     same_everywhere(gpu_case(2000, 528, 592, 12, 4, shared=((336, True),)), settings)
 
 
@@ -227,7 +227,7 @@ def test_recomputed_z_settings_change_no_bit():
     from mok.engines.hopper.backward import BackwardConfig
 
     settings = [{}, {"group_tiles": 1}, {"group_tiles": 7}, {"reserve_sms": 100}, {"reserve_sms": 131}, {"config": BackwardConfig(0, recompute=True, debug=1)},
-                {"config": BackwardConfig(0, recompute=True, align=True, ahead=2), "group_tiles": 3}, {}]
+                {"group_tiles": 3}, {}]
     same_recomputed(gpu_case(2000, 528, 592, 12, 4, biases=True, shared=((336, True),)), settings=settings)
 
 

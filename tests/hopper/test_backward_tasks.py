@@ -1,14 +1,13 @@
 """The order of backward's GEMM tasks, run as plain Python: every wanted tile once, inputs before what reads them, counts that roles wait for."""
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
-from order_support import load, segments_of
+from order_support import load
 
 Z, DH, DX, DW_UP, DW_DOWN = range(-1, 4)
-tasks = load("tasks.py", "backward_tasks.py")
+tasks = load("backward_tasks.py")
 
 ALL = 0b1111
 SIZES = {
@@ -23,18 +22,17 @@ WANTS = {"all": ALL, "dx": 1, "d_topk_weights": 2, "dw_gate_up": 4, "dw_down": 8
          "all of both shared experts": ALL | 0b111111 << 8, "one shared dw_down": 2 << 8}
 
 
-def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0, ahead=1, recompute=False):
-    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, ahead, recompute)
+def schedule(H, I, T, num_tiles, num_experts, group_tiles, wants, num_shared=0, I_0=0, I_1=0, recompute=False):
+    return tasks.make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, recompute)
 
 
-def sequence(s, first=0, step=1, segments=None, ahead=1, recompute=False):
-    """Tasks first, first + step, ... as (kind, slot, tile, column, expert). segments: where experts begin, for aligned groups."""
+def sequence(s, first=0, step=1, recompute=False):
+    """Tasks first, first + step, ... as (kind, slot, tile, column, expert)."""
     found = []
-    align = segments is not None
-    phase, index = tasks.seek(s, segments, 0, first, align, ahead, recompute)
+    phase, index = tasks.seek(s, 0, first, recompute)
     while phase < s.num_phases:
-        found.append(tasks.locate(s, segments, phase, index, align, ahead, recompute))
-        phase, index = tasks.seek(s, segments, phase, index + step, align, ahead, recompute)
+        found.append(tasks.locate(s, phase, index, recompute))
+        phase, index = tasks.seek(s, phase, index + step, recompute)
     return found
 
 
@@ -90,8 +88,8 @@ def test_tickets_share_the_sequence(size, recompute):
         for ticket in range(len(whole)):
             cta = generator.randrange(ctas)
             before, phase, index = held.get(cta, (0, 0, 0))
-            held[cta] = ticket, *tasks.seek(s, None, phase, index + ticket - before, False, 1, recompute)
-            found.append(tasks.locate(s, None, *held[cta][1:], False, 1, recompute))
+            held[cta] = ticket, *tasks.seek(s, phase, index + ticket - before, recompute)
+            found.append(tasks.locate(s, *held[cta][1:], recompute))
         assert found == whole
 
 
@@ -121,34 +119,6 @@ def test_inputs_come_first_and_counts_are_exact(size, wants, recompute):
             assert dh == tasks.all_dh_tasks(s), "a weight gradient before the last DH task"
     assert dh == tasks.all_dh_tasks(s) and dx == tasks.all_dx_tasks(s)
     assert sum(z_done.values()) == (tasks.all_z_tasks(s) if recompute else 0)
-
-
-@pytest.mark.parametrize("tiles_of_expert", [(16,) * 8, (3, 0, 40, 1, 1, 17, 5, 0, 2), (1,), (100, 1), (2,) * 50])
-@pytest.mark.parametrize("group", [1, 4, 16, 37])
-@pytest.mark.parametrize(("ahead", "recompute"), [(1, False), (2, False), (3, False), (1, True), (2, True)])
-def test_aligned_groups_and_groups_ahead(tiles_of_expert, group, ahead, recompute):
-    """The same tasks in another order, inputs first; a group ends with an expert wherever one ends within half a group."""
-    tiles, experts = sum(tiles_of_expert), len(tiles_of_expert)
-    s = schedule(H=512, I=320, T=700, num_tiles=tiles, num_experts=experts, group_tiles=group, wants=ALL, num_shared=1, I_0=272, ahead=ahead,
-                 recompute=recompute)
-    segments = segments_of(tiles_of_expert)
-    order = sequence(s, segments=segments, ahead=ahead, recompute=recompute)
-    assert sorted(map(identity, order)) == sorted(expected_tasks(s, experts, recompute)) and len(order) == len(set(map(identity, order)))
-    done: dict[tuple[int, int], int] = {}
-    z_done: dict[tuple[int, int], int] = {}
-    for kind, slot, tile, _, _ in order:
-        if kind == Z:
-            z_done[slot, tile] = z_done.get((slot, tile), 0) + 1
-        elif kind == DH:
-            assert z_done.get((slot, tile), 0) == recompute * tasks.z_columns(s, slot)
-            done[slot, tile] = done.get((slot, tile), 0) + 1
-        elif kind == DX:
-            assert done[slot, tile] == tasks.dh_columns(s, slot)
-    starts = [tasks.group_first(group, tiles, segments, g, True) for g in range(-(-tiles // group) + 1)]
-    assert starts == sorted(starts) and starts[0] == 0 and starts[-1] == tiles and max(b - a for a, b in itertools.pairwise(starts)) <= 2 * group
-    borders = {0, tiles, *(offset // 128 for offset in segments[1].values)}
-    for g, start in enumerate(starts[1:-1], 1):
-        assert start in borders or min(abs(border - g * group) for border in borders) > group // 2
 
 
 def test_counters_do_not_collide():

@@ -65,15 +65,12 @@ class BackwardConfig:
     """What selects a binary. All but `act` and `recompute` is fixed in production: stagger in k-steps, rows a mover copies at once, debug sleeps.
 
     recompute: z is made anew inside the launch, in scratch, instead of read from what forward saved.
-    align: groups of row tiles end where experts end; ahead: groups between a DH task and the DX tasks that read its dz.
     several_ranks: rows come from and gradients go to the other ranks of a group.
     """
     act: int
     several_ranks: bool = False
     stagger: int = 1              # measured for forward (H200, 2026-11-30): with more, too few of the four stages are left to load ahead
     copy_rows: int = 8
-    align: bool = False
-    ahead: int = 1
     debug: int = 0
     recompute: bool = False
     omit: int = 0                 # sum of 1: no copy of dy, 2: no copy of x, 4: no sums, 8: no arithmetic in the DH epilogue; for the breakdown only
@@ -81,14 +78,12 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.act <= REGLU.value:
             raise ValueError(f"act={self.act} must be 0 to {REGLU.value}")
-        if self.ahead < 1:
-            raise ValueError(f"ahead={self.ahead} must be at least 1")
         if not 0 <= self.stagger < NUM_STAGES.value:
             raise ValueError(f"stagger={self.stagger} must be less than the {NUM_STAGES.value} load stages")
 
     def constexprs(self) -> dict[str, int]:
         return {"ACT": self.act, "STAGGER": self.stagger, "COPY_ROWS_AT_ONCE": self.copy_rows,
-                "EP": int(self.several_ranks), "ALIGN": int(self.align), "AHEAD": self.ahead, "RECOMPUTE": int(self.recompute), "DEBUG": self.debug,
+                "EP": int(self.several_ranks), "RECOMPUTE": int(self.recompute), "DEBUG": self.debug,
                 "OMIT": self.omit,
                 "MOVER_WARPS": MOVER_WARPS, "CONSUMER_REGISTERS": 200, "HELPER_REGISTERS": 104}
 
@@ -159,7 +154,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                      topk_weights, row_to_slot, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert,
                      num_tiles_ptr, state, T, K, E, H_16, I_16, shared_I_16_0, shared_I_16_1, num_shared, x_stride_8, dy_stride_8,
                      capacity, set_words, group_tiles, shared_results_row, features, wants, activation, limit, b_up, row_to_rank, row_weights, pass_number,
-                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, EP: gl.constexpr, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
+                     ACT: gl.constexpr, STAGGER: gl.constexpr, COPY_ROWS_AT_ONCE: gl.constexpr, EP: gl.constexpr,
                      RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr, OMIT: gl.constexpr, MOVER_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                      HELPER_REGISTERS: gl.constexpr):
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -190,7 +185,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
 
     # Multiplied up again here, so that the compiler knows that rows start at multiples of 16 bytes without specialising on the sizes.
     H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
-    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, AHEAD, RECOMPUTE)
+    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
     # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts; before those,
     # with RECOMPUTE, z_done and z_ready, one word more than there are of dh_ready
     totals = _begin_launch(state, set_words)
@@ -214,7 +209,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
         (consume, (s, rows, flags, pipe, tasks, out_0, bias_up, 0, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
         (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, 1, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
         (producer, (s, rows, flags, pipe, tasks, routed, (shared_z_0, shared_up_0, shared_down_0), (shared_z_1, shared_up_1, shared_down_1),
-                    (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), ALIGN, AHEAD, RECOMPUTE, DEBUG)),
+                    (dy_desc, x_desc, shared_dz_desc, shared_wh_desc), RECOMPUTE, DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, (dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc,
                   (up_grad_desc, shared_up_grad_0, shared_up_grad_1), (down_grad_desc, shared_down_grad_0, shared_down_grad_1),
                   shared_results_row, recomputed, RECOMPUTE, DEBUG)),

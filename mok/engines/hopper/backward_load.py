@@ -254,17 +254,15 @@ def _plan_of(s, rows, phase, kind, slot, tile, expert):
 
 
 @gluon.jit
-def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, ALIGN: gl.constexpr, AHEAD: gl.constexpr,
-             RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
+def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
     tokens_desc = (dy, x, shared dz, shared wh)."""
     s = own(s)
     it = gl.program_id(0) * 0
     all_dh = all_dh_tasks(s)
-    segments = (rows.tile_to_expert, rows.expert_offsets)
     taken = take_task(flags.totals)
-    phase, index = seek(s, segments, it, taken, ALIGN, AHEAD, RECOMPUTE)
-    kind, slot, tile, column, expert = locate(s, segments, phase, index, ALIGN, AHEAD, RECOMPUTE)
+    phase, index = seek(s, it, taken, RECOMPUTE)
+    kind, slot, tile, column, expert = locate(s, phase, index, RECOMPUTE)
     expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
     idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
     seen = it - 1
@@ -286,9 +284,9 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
         it = _load_steps(s, pipe, it, place, steps, 0, filled, routed, shared_0, shared_1, tokens_desc, RECOMPUTE)
         # The ring is full: now there is time to work out the next task and to look at what it waits for.
         after = take_task(flags.totals)
-        next_phase, next_index = seek(s, segments, phase, index + after - taken, ALIGN, AHEAD, RECOMPUTE)
+        next_phase, next_index = seek(s, phase, index + after - taken, RECOMPUTE)
         taken = after
-        next_kind, next_slot, next_tile, next_column, next_expert = locate(s, segments, next_phase, next_index, ALIGN, AHEAD, RECOMPUTE)
+        next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index, RECOMPUTE)
         next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
         next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
         next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh, RECOMPUTE)

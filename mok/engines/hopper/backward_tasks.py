@@ -7,7 +7,7 @@ Kinds, each task one 128 x 256 tile:
   DW_DOWN  dw_down[e] = dy.T @ (w*h)      128 rows of H x 256 columns of I, likewise
 
 Row tiles come in groups of G: those of shared expert 0, of shared expert 1, then the routed ones. Phases: DH(0), DH(1), DX(0), DH(2), DX(1), ...,
-DX(last), so that what a DX task reads was finished about one phase earlier (with AHEAD = 2 groups between them: two phases); then DW_UP of shared
+DX(last), so that what a DX task reads was finished about one phase earlier; then DW_UP of shared
 expert 0, of shared expert 1, of expert 0, 1, ..., then DW_DOWN likewise: half of the work, which gives the movers time to sum dx meanwhile. All of DW_UP
 before all of DW_DOWN, because what the tasks in flight read is then two operands, not four, and stays in L2. Gradients that nobody wants have phases of no
 tasks.
@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 
 from .compat import aggregate
 from .sync import fresh
-from .tasks import group_first
 
 TILE_M = gl.constexpr(128)    # rows of a tile, the plan's alignment
 TILE_N = gl.constexpr(256)    # columns of a tile
@@ -94,14 +93,13 @@ ANY_WEIGHT = gl.constexpr(4 | 8 | 0x1B00)            # gradients that need weigh
 
 
 @gluon.jit
-def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, AHEAD: gl.constexpr,
-                  RECOMPUTE: gl.constexpr = False):
+def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_tiles, wants, RECOMPUTE: gl.constexpr = False):
     token_tiles = gl.cdiv(T, TILE_M)
     shared_groups = num_shared * gl.cdiv(token_tiles, group_tiles)
     if RECOMPUTE:
-        pair_phases = 3 * (shared_groups + gl.cdiv(num_tiles, group_tiles) + 2 * AHEAD)
+        pair_phases = 3 * (shared_groups + gl.cdiv(num_tiles, group_tiles) + 2)
     else:
-        pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2 * AHEAD
+        pair_phases = 2 * (shared_groups + gl.cdiv(num_tiles, group_tiles)) + 2
     weight_phases = gl.where((wants & ANY_WEIGHT) != 0, 2 * (num_shared + num_experts), 0)
     return Schedule(H, I, I_0, I_1, T, num_tiles, token_tiles, group_tiles, shared_groups, pair_phases, pair_phases + weight_phases, num_shared, wants)
 
@@ -175,31 +173,23 @@ def all_dx_tasks(s):
 
 
 @gluon.jit
-def phase_group(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
+def phase_group(s, phase, RECOMPUTE: gl.constexpr = False):
     """(shared expert or -1, first row tile inside it, row tiles) of a Z, DH or DX phase; 0 row tiles where there is no such group."""
     if RECOMPUTE:
-        group = phase // 3 - phase % 3 * AHEAD
+        group = phase // 3 - phase % 3
     else:
-        group = phase // 2 - phase % 2 * AHEAD
+        group = phase // 2 - phase % 2
     per_shared = gl.maximum(gl.cdiv(s.token_tiles, s.group_tiles), 1)
     is_shared = group < s.shared_groups
     slot = gl.where(is_shared, group // per_shared, -1)
     if RECOMPUTE:
-        exists = (group >= 0) & (3 * (group + 2 * AHEAD) < s.pair_phases)
+        exists = (group >= 0) & (3 * (group + 2) < s.pair_phases)
     else:
-        exists = (group >= 0) & (2 * group + 2 * AHEAD < s.pair_phases)
-    if ALIGN:
-        routed = gl.maximum(group - s.shared_groups, 0)
-        routed_first = group_first(s.group_tiles, s.num_tiles, segments, routed, ALIGN)
-        routed_tiles = group_first(s.group_tiles, s.num_tiles, segments, routed + 1, ALIGN) - routed_first
-        shared_first = (group - slot * per_shared) * s.group_tiles
-        first = gl.where(is_shared, shared_first, routed_first)
-        tiles = gl.where(is_shared, gl.minimum(s.group_tiles, s.token_tiles - shared_first), routed_tiles)
-    else:
-        inside = gl.where(is_shared, group - slot * per_shared, group - s.shared_groups)
-        total = gl.where(is_shared, s.token_tiles, s.num_tiles)
-        first = inside * s.group_tiles
-        tiles = gl.minimum(s.group_tiles, total - first)
+        exists = (group >= 0) & (2 * group + 2 < s.pair_phases)
+    inside = gl.where(is_shared, group - slot * per_shared, group - s.shared_groups)
+    total = gl.where(is_shared, s.token_tiles, s.num_tiles)
+    first = inside * s.group_tiles
+    tiles = gl.minimum(s.group_tiles, total - first)
     return slot, first, gl.where(exists, tiles, 0)
 
 
@@ -225,11 +215,11 @@ def weight_tiles(s, slot, down):
 
 
 @gluon.jit
-def phase_tasks(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
+def phase_tasks(s, phase, RECOMPUTE: gl.constexpr = False):
     """Number of tasks of a phase."""
     tasks = phase * 0
     if phase < s.pair_phases:
-        slot, _, tiles = phase_group(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
+        slot, _, tiles = phase_group(s, phase, RECOMPUTE)
         if RECOMPUTE:
             tasks = tiles * gl.where(phase % 3 == 0, z_columns(s, slot), gl.where(phase % 3 == 1, dh_columns(s, slot), dx_columns(s)))
         else:
@@ -242,18 +232,18 @@ def phase_tasks(s, segments, phase, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RE
 
 
 @gluon.jit
-def seek(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
+def seek(s, phase, index, RECOMPUTE: gl.constexpr = False):
     """The task `index` places after the start of `phase`, as (phase, index with the index inside that phase); phase == num_phases at the end."""
-    tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
+    tasks = phase_tasks(s, phase, RECOMPUTE)
     while (phase < s.num_phases) & (index >= tasks):
         index -= tasks
         phase += 1
-        tasks = phase_tasks(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
+        tasks = phase_tasks(s, phase, RECOMPUTE)
     return phase, index
 
 
 @gluon.jit
-def locate(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr, RECOMPUTE: gl.constexpr = False):
+def locate(s, phase, index, RECOMPUTE: gl.constexpr = False):
     """(kind, shared expert or -1, tile, column tile, expert) of a task. tile: row tile of the expert's rows, or of the weight gradient.
 
     `expert` is meant for routed weight gradients; Z, DH and DX take theirs from the plan's tile_to_expert.
@@ -264,7 +254,7 @@ def locate(s, segments, phase, index, ALIGN: gl.constexpr, AHEAD: gl.constexpr, 
     column = kind
     expert = kind
     if phase < s.pair_phases:
-        slot, first, tiles = phase_group(s, segments, phase, ALIGN, AHEAD, RECOMPUTE)
+        slot, first, tiles = phase_group(s, phase, RECOMPUTE)
         tiles = gl.maximum(tiles, 1)
         if RECOMPUTE:
             kind = phase % 3 - 1

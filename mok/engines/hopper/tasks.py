@@ -104,25 +104,6 @@ def make_order(s):
 
 
 @gluon.jit
-def group_first(group_tiles, num_tiles, segments, group, ALIGN: gl.constexpr):
-    """First row tile of a routed group, or num_tiles behind the last one. ALIGN: the nearest start of an expert, if one is within half a group.
-
-    segments = (tile_to_expert, expert_offsets). An expert's weights are then read for one group, not for two. Groups may be empty, or twice as long.
-    """
-    first = group * group_tiles
-    if ALIGN:
-        inside = (first > 0) & (first < num_tiles)
-        tile_to_expert, expert_offsets = segments
-        expert = gl.load(tile_to_expert + first, mask=inside, other=0)
-        start = (gl.load(expert_offsets + expert, mask=inside, other=0) // BLOCK_M).to(gl.int32)
-        end = (gl.load(expert_offsets + expert + 1, mask=inside, other=0) // BLOCK_M).to(gl.int32)
-        nearest = gl.where(first - start <= end - first, start, end)
-        near = gl.minimum(first - start, end - first) <= group_tiles // 2
-        first = gl.where(inside & near, nearest, first)
-    return gl.minimum(first, num_tiles)
-
-
-@gluon.jit
 def phase_group(o, phase):
     """(shared expert or -1, first row tile inside it, row tiles) of a phase; 0 row tiles where there is no such group."""
     group = phase // 2 - phase % 2
