@@ -138,7 +138,7 @@ def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.const
         room = (piece < pieces).to(gl.int32)
         if (piece < pieces) & (tile >= s.row_ring):
             # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
-            room = room_for(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
+            room = room_for(flags, hidden_ready(flags) + (tile - s.row_ring), up_columns_of(s, tile * 0 - 1), since, NW)
         finished = piece * 0
         if (room != 1) & (push < pieces):
             finished = room_for(flags, results_ready(flags) + push // COPY_PARTS, down_columns(s), since, NW)

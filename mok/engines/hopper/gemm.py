@@ -158,13 +158,13 @@ def rows_ready(flags):
 @gluon.jit
 def hidden_ready(flags):
     """Gate/up tasks of a tile that are stored, so also those that will not read its rows again."""
-    return flags.counters + SET_HEADER + flags.capacity
+    return flags.counters + SET_HEADER + fresh(flags.capacity)
 
 
 @gluon.jit
 def results_ready(flags):
     """Down tasks of a tile that are stored, so also those that will not read its h again."""
-    return flags.counters + flags.results_at
+    return flags.counters + fresh(flags.results_at)
 
 
 @gluon.jit
@@ -501,7 +501,7 @@ def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z: gl.
         idle = (packed >> 1) & 1
         counter = counter_of(s, slot, tile, flags.capacity)
         if (slot < 0) & (tile >= s.hidden_ring) & ((packed & 1) == 0):
-            wait_at_least(results_ready(flags) + tile - s.hidden_ring, down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
+            wait_at_least(results_ready(flags) + (tile - s.hidden_ring), down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
         nap(count + 3, DEBUG)
         tile_row = tile * BLOCK_M
         hidden_row = gl.where(slot < 0, tile % s.hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)
