@@ -479,7 +479,8 @@ def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
                     else:
                         ot = _store_chunk(shared_z_1, [z_row, half, at], out, ot, c + half == 0, True)
             if slot < 0:
-                ot = _store_chunk(hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
+                # Ending unlike the other branch, or the two become one that chooses between addresses, which every role keeps.
+                ot = fresh(_store_chunk(hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False))
             else:
                 ot = _store_chunk(shared_hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
     return ot
