@@ -445,8 +445,8 @@ def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down,
 
 
 @gluon.jit
-def _store_chunk(desc, coord, out, ot, fresh, IS_Z: gl.constexpr):
-    """Store one chunk; the chunk before it (unless `fresh`: none in this task) has then been read, so its buffer is given back."""
+def _store_chunk(desc, coord, out, ot, first, IS_Z: gl.constexpr):
+    """Store one chunk; the chunk before it (unless this is the first of the task) has then been read, so its buffer is given back."""
     b = ot % 2
     mbarrier.wait(out.full.index(b), (ot // 2) & 1)
     source = out.buffers.index(b)
@@ -454,7 +454,7 @@ def _store_chunk(desc, coord, out, ot, fresh, IS_Z: gl.constexpr):
         source = source.reshape([CHUNK, 1, CHUNK])
     tma_store(desc, coord, source)
     tma_store_wait(1)
-    if not fresh:
+    if not first:
         mbarrier.arrive(out.empty.index(b ^ 1))
     return ot + 1
 
@@ -472,14 +472,14 @@ def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
             at = column * HALF_N + c * CHUNK
             if SAVE_Z:
                 for half in gl.static_range(2):
+                    # Branches that end alike become one that chooses between the addresses of descriptors, and every role then keeps those.
                     if slot < 0:
                         ot = _store_chunk(z_desc, [z_row, half, at], out, ot, c + half == 0, True)
                     elif slot == 0:
-                        ot = _store_chunk(shared_z_0, [z_row, half, at], out, ot, c + half == 0, True)
+                        ot = fresh(_store_chunk(shared_z_0, [z_row, half, at], out, ot, c + half == 0, True))
                     else:
                         ot = _store_chunk(shared_z_1, [z_row, half, at], out, ot, c + half == 0, True)
             if slot < 0:
-                # Ending unlike the other branch, or the two become one that chooses between addresses, which every role keeps.
                 ot = fresh(_store_chunk(hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False))
             else:
                 ot = _store_chunk(shared_hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
