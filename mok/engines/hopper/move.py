@@ -322,6 +322,12 @@ def sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr, EP: g
 
 
 @gluon.jit
+def tickets_of(s):
+    """Tickets of the combine; made anew where it is asked for, since a mover has no register to keep it in."""
+    return gl.cdiv(fresh(s.T), TICKET_TOKENS)
+
+
+@gluon.jit
 def take(flags):
     return gl.atomic_add(flags.counters, 1, sem="relaxed", scope="gpu")
 
