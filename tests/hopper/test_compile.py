@@ -99,14 +99,8 @@ def test_every_variant_compiles_to_multiplies_that_fit_the_chip(report):
 
 @pytest.mark.slow
 def test_forward_is_within_its_budget(report):
-    """With Triton 3.6, which is what has run on a GPU, all of it; newer ones spill outside of the multiply loops in some variants, by no more than this."""
-    import triton
-
-    newer = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
-    for entry in report:
-        if "forward" in entry["kernel"]:
-            over = 64 if newer and ("movers1" in entry["kernel"] or "ranks" in entry["kernel"]) else 0
-            assert compile_check.problems([entry | {"stack_bytes": max(0, entry["stack_bytes"] - over)}]) == []
+    """Every variant, with whichever Triton is here: it has been met with 3.6, which is what has run on a GPU, and with 3.9."""
+    assert compile_check.problems([entry for entry in report if "forward" in entry["kernel"]]) == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .compat import thread_barrier
 from .gemm import COPY_PARTS, SET_LISTED, SET_STAGED, hidden_ready, results_ready, rows_ready
-from .move import COPY_ROWS, LATE, TICKET_TOKENS, behind, copy_piece, room_for, sum_round, take
+from .move import COPY_ROWS, LATE, TICKET_TOKENS, behind, copy_piece, room_for, sum_round, take, tickets_of
 from .peers import OWN_X, PEER_PAGE, PEER_SLOTS, TOKEN_ARRIVED, X_READY, own_page, peers_of, rows_at, signal_all, wait_for_all, watch_peers, word_of
 from .sync import (
     CONTROL_ABORT,
@@ -124,7 +124,6 @@ def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.const
     say that this rank's rows of x have been pulled, for each result needs its row: the next launch may stage over them without asking.
     """
     pieces = s.num_tiles * COPY_PARTS
-    tickets = gl.cdiv(fresh(s.T), TICKET_TOKENS)
     grid = gl.num_programs(0)
     wait_for_all(flags.control, X_READY, t.epoch, WAIT_PEER_ROWS)
     thread_barrier()
@@ -133,12 +132,12 @@ def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.const
     ticket = piece * 0 - 1                # none taken yet
     done = piece * 0
     since = clock(ticket)
-    while (push < pieces) | (ticket < tickets):
+    while (push < pieces) | (ticket < tickets_of(s)):
         tile = piece // COPY_PARTS
         room = (piece < pieces).to(gl.int32)
         if (piece < pieces) & (tile >= s.row_ring):
             # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
-            room = room_for(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
+            room = room_for(flags, hidden_ready(flags) + (tile - s.row_ring), up_columns_of(s, tile * 0 - 1), since, NW)
         finished = piece * 0
         if (room != 1) & (push < pieces):
             finished = room_for(flags, results_ready(flags) + push // COPY_PARTS, down_columns(s), since, NW)
@@ -158,7 +157,7 @@ def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.const
             _push_piece(s, t, flags, push, COPY_VECTORS, NW)
             push += grid
             since = clock(push)
-        elif (push >= pieces) & (ticket < tickets):
+        elif (push >= pieces) & (ticket < tickets_of(s)):
             lack = ticket * 0
             if ticket < 0:
                 lack = room_for(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there

@@ -158,13 +158,13 @@ def rows_ready(flags):
 @gluon.jit
 def hidden_ready(flags):
     """Gate/up tasks of a tile that are stored, so also those that will not read its rows again."""
-    return flags.counters + SET_HEADER + flags.capacity
+    return flags.counters + SET_HEADER + fresh(flags.capacity)
 
 
 @gluon.jit
 def results_ready(flags):
     """Down tasks of a tile that are stored, so also those that will not read its h again."""
-    return flags.counters + flags.results_at
+    return flags.counters + fresh(flags.results_at)
 
 
 @gluon.jit
@@ -445,8 +445,8 @@ def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down,
 
 
 @gluon.jit
-def _store_chunk(desc, coord, out, ot, fresh, IS_Z: gl.constexpr):
-    """Store one chunk; the chunk before it (unless `fresh`: none in this task) has then been read, so its buffer is given back."""
+def _store_chunk(desc, coord, out, ot, first, IS_Z: gl.constexpr):
+    """Store one chunk; the chunk before it (unless this is the first of the task) has then been read, so its buffer is given back."""
     b = ot % 2
     mbarrier.wait(out.full.index(b), (ot // 2) & 1)
     source = out.buffers.index(b)
@@ -454,7 +454,7 @@ def _store_chunk(desc, coord, out, ot, fresh, IS_Z: gl.constexpr):
         source = source.reshape([CHUNK, 1, CHUNK])
     tma_store(desc, coord, source)
     tma_store_wait(1)
-    if not fresh:
+    if not first:
         mbarrier.arrive(out.empty.index(b ^ 1))
     return ot + 1
 
@@ -472,14 +472,15 @@ def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
             at = column * HALF_N + c * CHUNK
             if SAVE_Z:
                 for half in gl.static_range(2):
+                    # Branches that end alike become one that chooses between the addresses of descriptors, and every role then keeps those.
                     if slot < 0:
                         ot = _store_chunk(z_desc, [z_row, half, at], out, ot, c + half == 0, True)
                     elif slot == 0:
-                        ot = _store_chunk(shared_z_0, [z_row, half, at], out, ot, c + half == 0, True)
+                        ot = fresh(_store_chunk(shared_z_0, [z_row, half, at], out, ot, c + half == 0, True))
                     else:
                         ot = _store_chunk(shared_z_1, [z_row, half, at], out, ot, c + half == 0, True)
             if slot < 0:
-                ot = _store_chunk(hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
+                ot = fresh(_store_chunk(hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False))
             else:
                 ot = _store_chunk(shared_hidden_desc, [hidden_row, at], out, ot, (c == 0) and (not SAVE_Z), False)
     return ot
@@ -501,7 +502,7 @@ def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z: gl.
         idle = (packed >> 1) & 1
         counter = counter_of(s, slot, tile, flags.capacity)
         if (slot < 0) & (tile >= s.hidden_ring) & ((packed & 1) == 0):
-            wait_at_least(results_ready(flags) + tile - s.hidden_ring, down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
+            wait_at_least(results_ready(flags) + (tile - s.hidden_ring), down_columns(s), flags.control, WAIT_HIDDEN_SLOT, tile)
         nap(count + 3, DEBUG)
         tile_row = tile * BLOCK_M
         hidden_row = gl.where(slot < 0, tile % s.hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)

@@ -314,11 +314,17 @@ def sum_round(s, t, flags, place, VECTORS: gl.constexpr, NW: gl.constexpr, EP: g
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
     start = gl.where(gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) != 0, float("nan"), 0.0)
     valid = place + warps < s.T
-    token = gl.load(t.order + place + warps, mask=valid, other=0)
+    token = gl.load(t.order + (place + warps), mask=valid, other=0)
     if fresh(t.K) <= 4:
         _sum_tokens(s, t, flags.control, token, valid, start, 2 * VECTORS, 4, NW, EP)
     else:
         _sum_tokens(s, t, flags.control, token, valid, start, VECTORS, 8, NW, EP)
+
+
+@gluon.jit
+def tickets_of(s):
+    """Tickets of the combine; made anew where it is asked for, since a mover has no register to keep it in."""
+    return gl.cdiv(fresh(s.T), TICKET_TOKENS)
 
 
 @gluon.jit
@@ -370,7 +376,7 @@ def mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, 
         room = (piece < pieces).to(gl.int32)
         if (piece < pieces) & (tile >= s.row_ring):
             # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
-            room = room_for(flags, hidden_ready(flags) + tile - s.row_ring, up_columns_of(s, tile * 0 - 1), since, NW)
+            room = room_for(flags, hidden_ready(flags) + (tile - s.row_ring), up_columns_of(s, tile * 0 - 1), since, NW)
         if room == LATE:
             report_timeout(flags.control, WAIT_ROW_SLOT, tile, tile * 0, piece)
             room = room * 0
