@@ -83,6 +83,8 @@ def check_tensor(name: str, value: Any) -> None:
     """ValueError unless `value` is a tensor with ordinary (strided) storage."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}={type(value).__name__} must be a tensor")
+    if value.is_nested:
+        raise ValueError(f"{name} is a nested tensor and must be an ordinary one")
     if value.layout is not torch.strided:
         raise ValueError(f"{name}.layout={value.layout} must be torch.strided")
 

@@ -89,7 +89,7 @@ def check_settings(activation: str, swiglu_limit: float | None, precision: str, 
     if overlap is not None:
         check_type("overlap", overlap, Overlap, "a mok.Overlap or None")
     if not torch.compiler.is_compiling():        # a look at it would compile every layer of a model anew
-        check_integer("layer_key", layer_key)
+        check_integer("layer_key", layer_key, -2**256, 2**256)
     check_recompute(recompute)
     if recompute is not None and fused:
         raise NotImplementedError(f"{recompute=} is not implemented where the kernels of an ExpertGroup communicate inside their launches; use None")

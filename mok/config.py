@@ -1,6 +1,7 @@
 """Settings of a layer and of its overlap: frozen dataclasses that validate themselves."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ SWIGLU_OAI_ALPHA = 1.702   # gpt-oss: h = (clamp(u) + 1) * g * sigmoid(alpha * g
 SWIGLU_OAI_LIMIT = 7.0     # gpt-oss's clamp, used when swiglu_limit is None
 
 BLOCK_M = 128              # rows of a segment's alignment in every plan, on every engine
+LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
 _MOST_WEIGHTS = 2**60      # of one layer: their bytes, and every offset, fit an int64
 
 
@@ -116,8 +118,8 @@ class MoEConfig:
             check_number(name, getattr(self, name))
         if self.initializer_range is not None:
             check_number("initializer_range", self.initializer_range)
-        check_integer("seed", self.seed)
-        check_integer("layer_index", self.layer_index, 0)
+        check_integer("seed", self.seed, -2**256, 2**256)
+        check_integer("layer_index", self.layer_index, 0, 2**256)
         check_type("overlap", self.overlap, (Overlap, type(None)), "a mok.Overlap or None")
         check_recompute(self.recompute)
 
@@ -134,5 +136,7 @@ def check_activation(activation: str, swiglu_limit: float | None) -> None:
     if swiglu_limit is None:
         return
     check_number("swiglu_limit", swiglu_limit, positive=True, finite=False)
+    if LARGEST_FP32 < swiglu_limit < math.inf:
+        raise ValueError(f"swiglu_limit={kind_of(swiglu_limit)} must be at most {LARGEST_FP32}, the largest fp32 number, or infinity")
     if activation not in ("swiglu", "swiglu_oai"):
         raise ValueError(f"swiglu_limit={kind_of(swiglu_limit)} must be None with activation {activation!r}: it clamps 'swiglu' and 'swiglu_oai'")

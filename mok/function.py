@@ -76,10 +76,14 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
             fused = group is not None and group.fused is not None and x.device == group.fused.device
             check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute, fused)
             remember_passed(key)
+        _refuse_forward_mode([x, topk_weights, w_gate_up, w_down, b_gate_up, b_down,
+                              *[part for e in shared for part in (e.w_gate_up, e.w_down, e.gate_weight)]])
     except (ValueError, NotImplementedError) as error:
         if group is not None:
             group.report(str(error), {"pass": "forward", "layer_key": layer_key})
         raise
+    main_grad = None if main_grad is None else (main_grad[0], main_grad[1])      # a list may change until backward reads it
+    swiglu_limit = None if swiglu_limit is None else float(swiglu_limit)         # what ranks compare is 1.0 for 1
     H, K = x.shape[-1], topk_ids.shape[-1]
     tokens = _converted(x if x.dim() == 2 else x.reshape(-1, H), dtype)
     route_weights = _converted(topk_weights if topk_weights.dim() == 2 else topk_weights.reshape(-1, K), accumulation_dtype(dtype))
@@ -88,7 +92,6 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
         differentiable += [_converted(w, dtype) for parts in zip(*[(e.w_gate_up, e.w_down, e.gate_weight) for e in shared], strict=True) for w in parts]
     save = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in differentiable])
 
-    _refuse_forward_mode(differentiable)
     group_key, signature = 0, ""
     if group is not None:                                  # one rank has nobody to agree with, and a compiled call nothing to specialise on
         wanted = [t is not None and t.requires_grad for t in differentiable] if save else []
@@ -401,7 +404,7 @@ def _run_backward(dy: Tensor, tensors: MoETensors, options: PassOptions, plan: R
     """One gradient for each of `wants`; None where not wanted, or where main_grad takes it."""
     all_wants = _wants(wants)
     if group_key:
-        options = agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants, tensors, options)
+        options = agree_on_backward(runtime.groups[group_key], _signature(signature), all_wants, tensors, options, plan)
     with _without_autocast(dy):
         grads = _engine(tensors.x, tensors.w_down, group_key).backward(plan, tensors, options, saved, dy, all_wants, main_grad)
     given = [grad if give else None for grad, give in zip(_flatten(grads, len(tensors.shared)), _returned(wants, main_grad is not None), strict=True)]

@@ -16,6 +16,7 @@ from .runtime import runtime
 from .waves import WaveCounts
 
 DEFAULT_TIMEOUT_S = 300.0
+_MAX_FORWARDS = 1 << 16     # plans that are remembered, far more than a step has in flight
 
 
 class ExpertGroup:
@@ -63,6 +64,7 @@ class ExpertGroup:
         self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
         self._calls = 0
+        self._forwards: dict[int, int] = {}        # address of a plan's offsets -> number of the call that made the plan
         bounded = capacity_factor is not None                       # the launches' buffers have room for the worst case alone
         self.fused = make_fused_group(self.fabric, given, device, timeout_s) if given and not bounded else None     # communicates inside the launches
         runtime.groups[self.key] = self
@@ -101,6 +103,16 @@ class ExpertGroup:
                 raise ValueError(f"{field} must be the same on all ranks of the ExpertGroup in {what}; {by_rank}")
         return [header["facts"] for header in headers]
 
+    def remember_forward(self, address: int) -> None:
+        """The plan whose offsets stand at `address` was agreed on in the last call; a plan that is alive holds its address."""
+        if len(self._forwards) >= _MAX_FORWARDS:
+            self._forwards.clear()
+        self._forwards[address] = self._calls
+
+    def forward_of(self, address: int) -> int | None:
+        """Number of the call in which the ranks agreed on that plan; None if it was copied or is forgotten."""
+        return self._forwards.get(address)
+
     def report(self, error: str, signature: dict) -> None:
         """Tell the other ranks, in place of the call that they are about to make, that this rank cannot; they raise `error`, this rank goes on.
 
@@ -125,7 +137,12 @@ class ExpertGroup:
         return self                                    # a copied layer talks to the same peers
 
     def __reduce__(self):
-        return runtime.group_by_key, (self.key,)       # unpickled in the same process: re-attached; elsewhere: None, to be set by the user
+        return _group_of_this_process, (self.key,)       # unpickled in the same process: re-attached; elsewhere: None, to be set by the user
 
     def __repr__(self) -> str:
         return f"ExpertGroup(rank={self.rank}, size={self.size}, key={self.key})"
+
+
+def _group_of_this_process(key: int) -> ExpertGroup | None:
+    """What a pickled group becomes; a function of the module, for a bound method would take the whole runtime along."""
+    return runtime.group_by_key(key)

@@ -275,3 +275,38 @@ def _layers_of_two_sizes(process_group):
 def test_layers_of_different_numbers_of_experts_raise_even_where_their_blocks_fit(pool):
     for message in pool.run(_layers_of_two_sizes, 2):
         assert "num_experts must be the same on all ranks" in message and "rank 0: 6, rank 1: 4" in message, message
+
+
+def _crossed_backwards(process_group):
+    """Two forwards of one layer; rank 1 runs their backwards the other way round: (what was said, whether the group lives on)."""
+    group, rank = mok.ExpertGroup(process_group), torch.distributed.get_rank(process_group)
+    torch.manual_seed(rank)
+    leaves = [torch.randn(5, 8).requires_grad_() for _ in range(2)]
+    ids, weights = torch.tensor([[0], [1], [0], [1], [0]]), torch.ones(5, 1)
+    up, down = torch.randn(1, 8, 8), torch.randn(1, 8, 4)
+    ys = [mok.moe(x, ids, weights, up, down, group=group) for x in leaves]
+    with pytest.raises(ValueError) as caught:
+        ys[rank].sum().backward()
+    ys[1 - rank].detach_()
+    again = mok.moe(leaves[0], ids, weights, up, down, group=group)
+    again.sum().backward()
+    return str(caught.value), bool(leaves[0].grad.abs().sum() > 0)
+
+
+def test_backwards_of_different_forwards_raise_on_every_rank(pool):
+    """Equal shapes, so nothing else would notice: the gradients would be those of a mixture."""
+    outcomes = pool.run(_crossed_backwards, 2)
+    assert len({said for said, _ in outcomes}) == 1 and "the same forward pass on all ranks" in outcomes[0][0] and "rank 1: call" in outcomes[0][0]
+    assert all(lives for _, lives in outcomes)
+
+
+def _pickled(process_group):
+    import pickle
+
+    group = mok.ExpertGroup(process_group)
+    layer = pickle.loads(pickle.dumps(mok.MoE(mok.MoEConfig(16, 8, 4, 2), group=group)))
+    return layer.group is group
+
+
+def test_a_layer_with_a_group_is_pickled_without_the_runtime(pool):
+    assert pool.run(_pickled, 2) == [True, True]

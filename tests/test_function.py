@@ -366,3 +366,32 @@ def test_recompute_is_refused_where_kernels_communicate(monkeypatch):
     with pytest.raises(NotImplementedError, match="recompute='z' is not implemented"):
         mok.moe(**inputs(), recompute="z", group=Group())
     assert len(reports) == 1 and "recompute" in reports[0]
+
+
+def test_a_tangent_on_one_rank_is_told_to_the_others():
+    reports = []
+
+    class Group(mok.ExpertGroup):
+        def __init__(self):
+            self.fused, self.key = None, 0
+
+        def report(self, error, *arguments):
+            reports.append(error)
+
+    given = inputs()
+    with torch.autograd.forward_ad.dual_level():
+        given["x"] = torch.autograd.forward_ad.make_dual(given["x"].detach(), torch.ones_like(given["x"]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            mok.moe(**given, group=Group())
+    assert len(reports) == 1
+
+
+def test_main_grad_is_what_was_checked():
+    """A list that changes between forward and backward sends no gradient into a tensor that nobody has looked at."""
+    given = inputs()
+    accumulators = [torch.zeros_like(given[name], dtype=torch.float32) for name in ("w_gate_up", "w_down")]
+    held = list(accumulators)
+    y = mok.moe(**given, main_grad=accumulators)
+    accumulators[0] = torch.zeros_like(held[0], dtype=torch.bfloat16)
+    y.sum().backward()
+    assert held[0].any() and not accumulators[0].any()

@@ -68,7 +68,7 @@ MOE = [
     ("shared[0].w_down", "shared", [shared_with(w_down=v) for v in (None, [], torch.zeros(4, 6), torch.zeros(6, 4).int(), torch.zeros(6, 4, device="meta"))]),
     ("shared[0].gate_weight", "shared", [shared_with(gate_weight=v) for v in ([0.0] * 6, 1.0, torch.zeros(5), torch.zeros(1, 6), torch.zeros(6).int())]),
     ("activation", "activation", [None, 1, "gelu", ["swiglu"], torch.zeros(2)]),
-    ("swiglu_limit", "swiglu_limit", ["a", NAN, 0, -1.0, True, [7.0], torch.tensor(7.0), 10**400]),
+    ("swiglu_limit", "swiglu_limit", ["a", NAN, 0, -1.0, True, [7.0], torch.tensor(7.0), 10**400, 1e39, 10**300]),
     ("precision", "precision", [None, 16, "int4", torch.bfloat16, ["bf16"]]),
     ("group", "group", ["a", 1, True, torch.zeros(1), mok.ExpertGroup]),
     ("overlap", "overlap", ["a", 128, True, {"minibatch_rows": 128}, mok.Overlap]),

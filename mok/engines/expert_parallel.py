@@ -53,6 +53,7 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
     travel = Travel(plan, group)
     (slots,) = travel.to_experts("route", travel.sent_slots.to(torch.int32))
     plan.row_to_slot[travel.received_rows] = slots
+    group.remember_forward(plan.expert_offsets.data_ptr())
     return plan
 
 
@@ -107,15 +108,19 @@ def _by_rank(rank: Tensor, row: Tensor, world_size: int) -> tuple[Tensor, list[i
     return valid[order], torch.bincount(rank[valid], minlength=world_size).tolist()
 
 
-def agree_on_backward(group: Any, signature: dict, wants: Wants, tensors: MoETensors, options: PassOptions) -> PassOptions:
-    """Backward's handshake: all ranks run it for the same layer and want the same gradients, or all raise.
+def agree_on_backward(group: Any, signature: dict, wants: Wants, tensors: MoETensors, options: PassOptions, plan: RoutingPlan) -> PassOptions:
+    """Backward's handshake: all ranks run it for the same forward pass of the same layer and want the same gradients, or all raise.
 
     Where the pass runs inside the launches these compare it themselves: then it is `agreed` of the options that are returned.
     """
     signature = {"pass": "backward", **signature, "wanted gradients": _names(wants)}
     if runs_in_launch(group, tensors):
         return replace(options, agreed=in_words(signature))
-    group.handshake(signature)
+    facts = group.handshake(signature, forward=group.forward_of(plan.expert_offsets.data_ptr()))
+    forwards = [fact["forward"] for fact in facts]
+    if None not in forwards and len(set(forwards)) > 1:
+        by_rank = ", ".join(f"rank {rank}: call {forward}" for rank, forward in enumerate(forwards))
+        raise ValueError(f"backward must follow the same forward pass on all ranks of the ExpertGroup; it follows, on {by_rank}")
     return options
 
 
