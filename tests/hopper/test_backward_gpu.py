@@ -208,6 +208,13 @@ def test_recomputed_z_of_shared_experts(name):
     same_recomputed(gpu_case(300, 272, 176, 5, 2, shared=SHARED[name]))
 
 
+@pytest.mark.parametrize(("T", "H", "I", "E"), [(4096, 64, 512, 8), (3000, 256, 512, 4), (4096, 16, 16, 8)],
+                         ids=["one k-step", "as many as stages", "smallest"])
+def test_recomputed_z_in_many_short_tasks(T, H, I, E):
+    """Several Z and DH tasks for each CTA, with no more k-steps than stages: the other shapes here have few tasks or long ones."""
+    same_recomputed(gpu_case(T, H, I, E, 2))
+
+
 @pytest.mark.parametrize("routes", [3, -1], ids=["one expert takes all", "no route at all"])
 def test_recomputed_z_one_sided(routes):
     same_recomputed(gpu_case(300, 256, 96, 6, 2, topk_ids=ids_like(300, 2, routes), shared=((80, False),)))
