@@ -30,7 +30,8 @@ class ExpertGroup:
     one); without them, or where that cannot be, over the process group, which is said once. Passes of other sizes or dtypes use the process group.
 
     Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order; a call
-    that differs in anything that must agree raises ValueError on every rank. A peer that ends or stalls raises `mok.PeerLost` or
+    that differs in anything that must agree raises ValueError on every rank, a backward that follows another forward than on its peers too (inside the
+    launches that is not noticed: there the backwards of one layer's forwards must keep the same order). One thread at a time may use a group. A peer that ends or stalls raises `mok.PeerLost` or
     `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
 
     capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through

@@ -215,7 +215,7 @@ def caught(group, folder: str, failing: dict, sizes: list[dict] | None = None, *
     return None
 
 
-def test_sizes_that_differ_raise_alike_on_all_ranks_before_anything_is_allocated(pool, tmp_path):
+def test_case_F11_sizes_that_differ_raise_alike_on_all_ranks_before_anything_is_allocated(pool, tmp_path):
     outcomes = pool.run(caught, 3, str(tmp_path), {}, [{"x": 8}, {"x": 8}, {"x": 16}])
     assert len({outcome[:2] for outcome in outcomes}) == 1 and outcomes[0][0] == "ValueError"
     assert "'x': 8 bytes on ranks 0,1; 16 bytes on rank 2" in outcomes[0][1] and all(outcome[2] == [] for outcome in outcomes)
@@ -243,7 +243,7 @@ def test_a_wish_must_be_the_same_and_possible(pool, tmp_path):
     assert pool.run(wishing, 2, str(tmp_path), [CUDA_IPC] * 2, "AB") == [None] * 2
 
 
-def test_ranks_that_cannot_reach_each_other_are_sent_to_the_process_group(pool, tmp_path):
+def test_case_F15_ranks_that_cannot_reach_each_other_are_sent_to_the_process_group(pool, tmp_path):
     for kind, text, steps, ranks in pool.run(wishing, 2, str(tmp_path), [None] * 2, ["A", ""]):
         assert kind == "PeersUnreachable" and "rank 1 has no CUDA device" in text and steps == [] and ranks == (0, 1)
 

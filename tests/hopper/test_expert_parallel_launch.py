@@ -102,7 +102,7 @@ class Fabric:
 SIZES = {"num_experts": 8, "max_tokens": 4, "hidden_size": 64, "top_k": 2}
 
 
-def test_sizes_that_differ_raise_and_missing_gpus_are_said_once(capsys):
+def test_case_F11_sizes_that_differ_raise_and_missing_gpus_are_said_once(capsys):
     with pytest.raises(ValueError, match=r"must be the same on all ranks.*rank 1: \{'num_experts': 9"):
         expert_parallel_group.make_fused_group(Fabric(sizes={**SIZES, "num_experts": 9}), SIZES, "cpu", 1.0)
     with pytest.raises(ValueError, match="num_experts=1 must be at least the group's 2 ranks"):
