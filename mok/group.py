@@ -29,10 +29,10 @@ class ExpertGroup:
     ranks, GPUs that reach each other's memory communicate inside the passes' launches, through buffers made here on `device` (None = the current
     one); without them, or where that cannot be, over the process group, which is said once. Passes of other sizes or dtypes use the process group.
 
-    Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order; a call
-    that differs in anything that must agree raises ValueError on every rank, a backward that follows another forward than on its peers too (inside the
-    launches that is not noticed: there the backwards of one layer's forwards must keep the same order). One thread at a time may use a group. A peer that ends or stalls raises `mok.PeerLost` or
-    `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
+    Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order, one thread of each at
+    a time; a call that differs in anything that must agree raises ValueError on every rank, a backward that follows another forward than its peers' do
+    too. (Inside the launches that is not noticed: there the backwards of one layer's forwards must keep the same order.) A peer that ends or stalls
+    raises `mok.PeerLost` or `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
 
     capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through
     them again in further waves; None = room for the worst case. Nothing is dropped and no bit changes; `wave_counts` says how often it
