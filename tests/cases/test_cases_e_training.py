@@ -248,7 +248,7 @@ def test_case_E5_frozen_costs_no_memory(device, what):
     assert everything > 0.9 * (size["w_gate_up"] + size["w_down"])                                  # so the measurement sees such buffers
     wanted = {"everything frozen": (), "x only": ("x",), "topk_weights only": ("topk_weights",), "w_down only": ("w_down",)}[what]
     allowed = sum(size[name] for name in wanted if name in size) + 0.95 * size["w_down"]       # beside them only scratch, up to 25 MB after other tests
-    assert run(*wanted) < allowed
+    assert min(run(*wanted) for _ in range(3)) < allowed       # a buffer would be there every time; the process's own memory moves by megabytes
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from mok.engines.hopper.launch import GroupLaunch
 from mok.engines.protocol import MoETensors, PassOptions, Saved, SharedExpert, Wants
 from mok.engines.torch_gpu import TorchGpuEngine
 from mok.fabric.process_group import FabricTimeout
+from mok.plan import empty_plan
 from mok.runtime import runtime
 
 BF16 = torch.bfloat16
@@ -147,8 +148,12 @@ class Group:
     def __init__(self) -> None:
         self.fused, self.handshakes = Fused(), []
 
-    def handshake(self, signature):
+    def handshake(self, signature, **facts):
         self.handshakes.append(signature)
+        return [facts, facts]
+
+    def forward_of(self, address):
+        return 7
 
 
 class _Elsewhere:
@@ -169,7 +174,8 @@ def test_what_is_agreed_in_the_launch_is_not_said_over_the_process_group(monkeyp
     shared = (SharedExpert(torch.zeros(2 * width, H, dtype=dtype), torch.zeros(H, width, dtype=dtype)),)
     t = MoETensors(torch.zeros(3, H, dtype=dtype), torch.zeros(3, K), torch.zeros(2, 32, H, dtype=dtype), torch.zeros(2, H, 16, dtype=dtype), shared=shared)
     group, wants = Group(), Wants(x=True, w_down=True, shared=((False, True, False),))
-    options = agreement.agree_on_backward(group, SIGNATURE, wants, t, PassOptions())
+    plan = empty_plan(torch.zeros(3, K, dtype=torch.int32), 2, 256)
+    options = agreement.agree_on_backward(group, SIGNATURE, wants, t, PassOptions(), plan)
     grads = expert_parallel_group.GroupPasses(group).backward(None, t, options, None, None, wants, None)
     assert (grads == "inside") == inside == (not group.handshakes) == bool(options.agreed)
     text = options.agreed if inside else str(group.handshakes[0])

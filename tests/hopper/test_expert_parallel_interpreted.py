@@ -54,7 +54,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     name, old, new = FAULTS[fault]
-    for seed in range(6):
+    for seed in range(18):                                # some need a rare order; a fault that is found ends the loop
         tokens = [[90, 80], [80, 85]] if "place" in fault else [[40, 30], [45, 25], [38, 31]] * (1 if name != PLAN else 6)
         world = World(2, 4, 2, tokens, seed=seed, skew="place" in fault)
         late = {(n, seed % 2): 0.05 for n in range(3)}

@@ -19,7 +19,7 @@ spec.loader.exec_module(model)
 @pytest.mark.parametrize("group", [1, 3, 16])
 def test_the_order_of_tasks_is_the_kernels(wants, bits, group):
     problem = model.Problem(700, 512, 320, 6, 3)
-    s = tasks.make_schedule(512, 320, 0, 0, 700, problem.tiles, 6, 0, group, bits, 1)
+    s = tasks.make_schedule(512, 320, 0, 0, 700, problem.tiles, 6, 0, group, bits)
     names = ["dh", "dx", "dw_up", "dw_down"]
     expected = [(names[kind], tile, column, expert if kind >= 2 else problem.tile_to_expert[tile]) for kind, _, tile, column, expert in sequence(s)]
     assert model.backward_tasks(problem, model.Setting(group), wants) == expected
