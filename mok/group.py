@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .arguments import LARGEST, check_device, check_integer, check_number, check_seconds, check_type
 from .engines.hopper.expert_parallel_group import make_fused_group
@@ -65,7 +67,7 @@ class ExpertGroup:
         self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
         self._calls = 0
-        self._forwards: dict[int, int] = {}        # address of a plan's offsets -> number of the call that made the plan
+        self._forwards: dict[int, tuple[int, StorageWeakRef]] = {}        # address of a plan's offsets -> the call that made the plan, and its memory
         bounded = capacity_factor is not None                       # the launches' buffers have room for the worst case alone
         self.fused = make_fused_group(self.fabric, given, device, timeout_s) if given and not bounded else None     # communicates inside the launches
         runtime.groups[self.key] = self
@@ -104,15 +106,19 @@ class ExpertGroup:
                 raise ValueError(f"{field} must be the same on all ranks of the ExpertGroup in {what}; {by_rank}")
         return [header["facts"] for header in headers]
 
-    def remember_forward(self, address: int) -> None:
-        """The plan whose offsets stand at `address` was agreed on in the last call; a plan that is alive holds its address."""
+    def remember_forward(self, expert_offsets: Tensor) -> None:
+        """The plan of these offsets was agreed on in the last call."""
         if len(self._forwards) >= _MAX_FORWARDS:
             self._forwards.clear()
-        self._forwards[address] = self._calls
+        self._forwards[expert_offsets.data_ptr()] = self._calls, StorageWeakRef(expert_offsets.untyped_storage())
 
-    def forward_of(self, address: int) -> int | None:
-        """Number of the call in which the ranks agreed on that plan; None if it was copied or is forgotten."""
-        return self._forwards.get(address)
+    def forward_of(self, expert_offsets: Tensor) -> int | None:
+        """Number of the call in which the ranks agreed on the plan of these offsets; None if they were copied, or are forgotten.
+
+        An address says which plan it is only while that plan's memory is alive: what was copied (offloaded activations) may lie where an older plan was.
+        """
+        call, storage = self._forwards.get(expert_offsets.data_ptr(), (None, None))
+        return None if storage is None or storage.expired() else call
 
     def report(self, error: str, signature: dict) -> None:
         """Tell the other ranks, in place of the call that they are about to make, that this rank cannot; they raise `error`, this rank goes on.

@@ -300,6 +300,22 @@ def test_backwards_of_different_forwards_raise_on_every_rank(pool):
     assert all(lives for _, lives in outcomes)
 
 
+def _copied_over_a_dead_plan(process_group):
+    """What a group knows of offsets, of offsets copied to where those were, and of offsets copied elsewhere."""
+    group, memory = mok.ExpertGroup(process_group), bytearray(64)
+    offsets = torch.frombuffer(memory, dtype=torch.int64)
+    group.remember_forward(offsets)
+    before = group.forward_of(offsets)
+    del offsets
+    copied = torch.frombuffer(memory, dtype=torch.int64)
+    return before, group.forward_of(copied), group.forward_of(copied.clone())
+
+
+def test_a_copied_plan_is_not_taken_for_an_older_one_at_its_address(pool):
+    """Offloaded activations are copies in memory that freed plans left; ranks would disagree on which forward a backward follows."""
+    assert all(known == (0, None, None) for known in pool.run(_copied_over_a_dead_plan, 2))
+
+
 def _pickled(process_group):
     import pickle
 

@@ -53,7 +53,7 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
     travel = Travel(plan, group)
     (slots,) = travel.to_experts("route", travel.sent_slots.to(torch.int32))
     plan.row_to_slot[travel.received_rows] = slots
-    group.remember_forward(plan.expert_offsets.data_ptr())
+    group.remember_forward(plan.expert_offsets)
     return plan
 
 
@@ -116,7 +116,7 @@ def agree_on_backward(group: Any, signature: dict, wants: Wants, tensors: MoETen
     signature = {"pass": "backward", **signature, "wanted gradients": _names(wants)}
     if runs_in_launch(group, tensors):
         return replace(options, agreed=in_words(signature))
-    facts = group.handshake(signature, forward=group.forward_of(plan.expert_offsets.data_ptr()))
+    facts = group.handshake(signature, forward=group.forward_of(plan.expert_offsets))
     forwards = [fact["forward"] for fact in facts]
     if None not in forwards and len(set(forwards)) > 1:
         by_rank = ", ".join(f"rank {rank}: call {forward}" for rank, forward in enumerate(forwards))

@@ -152,7 +152,7 @@ class Group:
         self.handshakes.append(signature)
         return [facts, facts]
 
-    def forward_of(self, address):
+    def forward_of(self, expert_offsets):
         return 7
 
 
