@@ -357,7 +357,9 @@ def stop_on_signal(announce: bool = True) -> Iterator[Callable[[], bool]]:
         if len(seen) > 1:
             raise KeyboardInterrupt
         if announce:
-            print("mok train: stopping after this step (once more to stop at once, without a checkpoint)", file=sys.stderr, flush=True)
+            # one write: the second signal may come between the two that print makes, of the text and of the end of the line
+            sys.stderr.write("mok train: stopping after this step (once more to stop at once, without a checkpoint)\n")
+            sys.stderr.flush()
 
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in numbers}
