@@ -160,6 +160,10 @@ def main() -> int:
     for job in records(args.out, args.commit) if "records" in args.only else []:
         wait([start(job)], args.limit)
         done.append(job)
+    if {"tests", "sanitizers"} & set(args.only):
+        warm = start(Job("warm-up", [sys.executable, "runs/warm_up.py"], logs / "warm_up.log"))
+        wait([warm], args.limit)
+        done.append(warm)
     beside = [*(suites(logs, args.out, args.commit, args.select) if "tests" in args.only else []), *(sanitizers(logs) if "sanitizers" in args.only else [])]
     wait([start(job) for job in beside], args.limit)
     for job in beside:

@@ -1,0 +1,77 @@
+"""Compiles the binaries that passes on this GPU use into Triton's cache, each in a process of its own, so that programs started side by side do not.
+
+    PYTHONPATH=. python3 runs/warm_up.py                      all of them, about a minute on 16 cores
+    PYTHONPATH=. python3 runs/warm_up.py --select ranks       those whose name holds a word
+    PYTHONPATH=. python3 runs/warm_up.py --one backward_geglu one of them, in this process
+
+Launches nothing. `debug`: variants of the tests in which roles sleep at random. `ranks`: several ranks that share a device; `cooperative`: one on each.
+"""
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+import torch
+
+from mok.engines.hopper import launch
+from mok.engines.hopper.backward import BackwardConfig, _backward_kernel
+from mok.engines.hopper.backward_launch import VARIANTS, _arguments, _buffers, _empty_grads
+from mok.engines.hopper.expert_parallel_backward import load_group_backward
+from mok.engines.hopper.forward import MOVER_WARPS, ForwardConfig
+from mok.engines.hopper.launch import LAUNCH, GroupLaunch
+from mok.engines.hopper.state import launch_state
+from mok.engines.protocol import MoETensors, PassOptions, Saved, Wants
+from mok.plan import empty_plan
+
+OPTIONS = {"swiglu": PassOptions(), "clamped": PassOptions(swiglu_limit=7.0), "geglu": PassOptions("geglu"), "reglu": PassOptions("reglu")}
+NAMES = [*(f"forward_{save}_movers{warps}{debug}" for save in ("train", "no_grad") for warps in MOVER_WARPS for debug in ("", "_debug")),
+         *(f"backward_{name}" for name in VARIANTS), "backward_swiglu_debug",
+         *(f"forward_{save}_ranks{kind}" for save in ("train", "no_grad") for kind in ("", "_debug", "_cooperative")),
+         *(f"backward_{name}_ranks" for name in VARIANTS), "backward_swiglu_ranks_debug", "backward_swiglu_ranks_cooperative"]
+
+
+def compile_one(name: str) -> None:
+    """Compile and load one variant as its launch would."""
+    words = name.split("_")
+    debug, ranks = "debug" in words, "ranks" in words
+    H = I = 64
+    x = torch.zeros(1, H, device="cuda", dtype=torch.bfloat16)
+    tensors = MoETensors(x, torch.zeros(1, 1, device="cuda"), x.new_zeros(1, 2 * I, H), x.new_zeros(1, H, I))
+    plan = empty_plan(torch.zeros(1, 1, dtype=torch.int32, device="cuda"), 1, launch.TILE)
+    state, capacity = launch_state(x.device, 64)
+    group = GroupLaunch(state, capacity, 1, not ranks or "cooperative" in words, 1.0)
+    if words[0] == "forward":
+        save = words[1] == "train"
+        forward = ForwardConfig(save, 1 if "movers1" in words else 2, ranks, debug=debug)
+        launch.load(plan, tensors, PassOptions(save_for_backward=save), forward, group)
+        return
+    options = OPTIONS[words[1]]
+    if ranks:
+        load_group_backward(plan, tensors, options, group, debug)
+        return
+    wants, saved = Wants(x=True), Saved(x.new_empty(plan.num_rows, 2 * I), x.new_empty(1, 0))
+    buffers = _buffers(plan, tensors, wants, False)
+    arguments = _arguments(plan, tensors, options, saved, x, wants, None, _empty_grads(tensors, wants, None), 2, *buffers, state, False)
+    config = BackwardConfig(VARIANTS[words[1]], debug=int(debug))
+    _backward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH)._init_handles()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", choices=NAMES)
+    parser.add_argument("--select", nargs="+", default=[""])
+    args = parser.parse_args()
+    if args.one:
+        compile_one(args.one)
+        return 0
+    begin = time.monotonic()
+    processes = {name: subprocess.Popen([sys.executable, __file__, "--one", name]) for name in NAMES if any(word in name for word in args.select)}
+    failed = [name for name, process in processes.items() if process.wait()]
+    print(f"{len(processes) - len(failed)} of {len(processes)} binaries in {time.monotonic() - begin:.0f} s" + (f"; failed: {failed}" if failed else ""))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
