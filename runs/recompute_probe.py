@@ -15,6 +15,7 @@ import sys
 import time
 
 import torch
+from warm_up import compile_one
 
 import mok
 from mok.engines.hopper.backward_launch import hopper_backward
@@ -24,7 +25,7 @@ from mok.engines.protocol import MoETensors, PassOptions, Saved, Wants
 from mok.fabric.process_group import FabricTimeout
 from mok.runtime import runtime
 
-SHAPES = {"H4": (4096, 64, 512, 8, 2), "E5": (3000, 256, 512, 4, 2), "layer": (2000, 256, 512, 8, 2), "long": (2000, 528, 592, 12, 4)}
+SHAPES = {"one": (1, 64, 64, 1, 1), "H4": (4096, 64, 512, 8, 2), "E5": (3000, 256, 512, 4, 2), "layer": (2000, 256, 512, 8, 2), "long": (2000, 528, 592, 12, 4)}
 # direct: hopper_backward alone, synchronised; behind: enqueued behind a forward that saves nothing; layer: mok.moe, so from autograd's thread
 PROBES = [f"{way}-{shape}" for shape in SHAPES for way in ("direct", "behind", "layer")]
 WORDS = {1: "DH tasks stored", 2: "DX tasks stored", 4: "CTAs finished", 15: "tasks taken"}
@@ -92,12 +93,18 @@ def counters(stream: torch.cuda.Stream, copy: torch.Tensor) -> str:
     return "\n".join(lines)
 
 
+def compile_all() -> None:
+    """Compile and load what the passes below launch, and launch nothing."""
+    for variant in ("forward_train_movers2", "forward_no_grad_movers2", "backward_swiglu_recompute"):
+        compile_one(variant)
+
+
 def probe(name: str, spin_s: float, limit_s: float, count: int) -> int:
     way, shape = name.split("-")
     HopperEngine.recompute_in_launch = True
-    for first in ("behind", "layer"):
-        passes(first, (1, 64, 64, 1, 1), 1, 60.0)            # compiles and loads what the passes below launch
+    compile_all()
     stream, copy = torch.cuda.Stream(), torch.empty(block_words(MIN_CAPACITY), dtype=torch.int32, pin_memory=True)
+    print(f"{name}: compiled", flush=True)
     set_spin_limit(spin_s)
     start = time.monotonic()
     try:

@@ -27,7 +27,7 @@ from mok.plan import empty_plan
 
 OPTIONS = {"swiglu": PassOptions(), "clamped": PassOptions(swiglu_limit=7.0), "geglu": PassOptions("geglu"), "reglu": PassOptions("reglu")}
 NAMES = [*(f"forward_{save}_movers{warps}{debug}" for save in ("train", "no_grad") for warps in MOVER_WARPS for debug in ("", "_debug")),
-         *(f"backward_{name}" for name in VARIANTS), "backward_swiglu_debug",
+         *(f"backward_{name}" for name in VARIANTS), "backward_swiglu_debug", "backward_swiglu_recompute",
          *(f"forward_{save}_ranks{kind}" for save in ("train", "no_grad") for kind in ("", "_debug", "_cooperative")),
          *(f"backward_{name}_ranks" for name in VARIANTS), "backward_swiglu_ranks_debug", "backward_swiglu_ranks_cooperative"]
 
@@ -52,9 +52,10 @@ def compile_one(name: str) -> None:
         load_group_backward(plan, tensors, options, group, debug)
         return
     wants, saved = Wants(x=True), Saved(x.new_empty(plan.num_rows, 2 * I), x.new_empty(1, 0))
-    buffers = _buffers(plan, tensors, wants, False)
-    arguments = _arguments(plan, tensors, options, saved, x, wants, None, _empty_grads(tensors, wants, None), 2, *buffers, state, False)
-    config = BackwardConfig(VARIANTS[words[1]], debug=int(debug))
+    again = "recompute" in words
+    buffers = _buffers(plan, tensors, wants, again)
+    arguments = _arguments(plan, tensors, options, saved, x, wants, None, _empty_grads(tensors, wants, None), 2, *buffers, state, again)
+    config = BackwardConfig(VARIANTS[words[1]], debug=int(debug), recompute=again)
     _backward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH)._init_handles()
 
 

@@ -242,8 +242,8 @@ class Roles:
         return {**dict.fromkeys(nothing, TILE), "gl": gl, "mbarrier": mbarrier, "aggregate": lambda cls: cls, "fresh": lambda value: value,
                 "fresh_float": lambda value: value, "gluon": types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
                 "tma_load": lambda _, __, ready, ___: ready.arrive(0, -BOX_BYTES), "warpgroup_mma_wait": lambda *_, **__: wait(None, "its turn") or TILE,
-                "stores_complete": lambda _: wait(None, "its turn"), "wait_at_least": at_least, "add_release": add, "load_acquire": acquire,
-                "WAIT_ROWS": 1, "WAIT_HIDDEN": 2, "WAIT_HIDDEN_SLOT": 3}
+                "take_ticket": lambda pointer: add(pointer, 1), "stores_complete": lambda _: wait(None, "its turn"), "wait_at_least": at_least,
+                "add_release": add, "load_acquire": acquire, "WAIT_ROWS": 1, "WAIT_HIDDEN": 2, "WAIT_HIDDEN_SLOT": 3}
 
 
 def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens: Sequence[int], wants: int, group: int, shared: Sequence[int] = (),

@@ -61,6 +61,32 @@ def test_budget_breaches_are_named():
         assert problem.startswith("forward_a: ")
 
 
+TICKET = """
+        /*0000*/  BSSY B0, `(.L_x_4) ;
+        /*0010*/  @P0 BRA `(.L_x_2) ;
+        /*0020*/  VOTEU.ANY UR4, UPT, PT ;
+        /*0030*/  {atomic} ;
+.L_x_2:
+        /*0040*/  {meet} ;
+        /*0050*/  UIADD3 UR22, UR22, 0x1, URZ ;
+.L_x_3:
+        /*0060*/  @P2 BRA `(.L_x_3) ;
+        /*0070*/  BSYNC B0 ;
+.L_x_4:
+        /*0080*/  EXIT ;
+"""
+
+
+def test_a_warp_that_does_not_meet_again_behind_an_atomic_is_found():
+    atomic = "@P2 ATOMG.E.ADD.STRONG.GPU PT, R34, desc[UR46][R26.64+0x3c], R17"
+    (found,) = compile_check.split_warps(TICKET.replace("{atomic}", atomic).replace("{meet}", "S2UR UR5, SR_CgaCtaId"))
+    assert "L_x_2" in found and atomic in found
+    assert compile_check.split_warps(TICKET.replace("{atomic}", atomic).replace("{meet}", "BSYNC B0")) == []
+    whole = f"SHFL.UP P2, R2, R35, 0x10, RZ ;\n        /*0038*/  {atomic}"
+    assert compile_check.split_warps(TICKET.replace("{atomic}", whole).replace("{meet}", "NOP")) == [], "whole warps branch around a prefix sum"
+    assert compile_check.split_warps(TICKET.replace("{atomic}", "IADD3 R1, R2, R3, RZ").replace("{meet}", "NOP")) == [], "no atomic"
+
+
 def test_unknown_target():
     with pytest.raises(ValueError, match="target"):
         compile_check.compile_report("sm_80")

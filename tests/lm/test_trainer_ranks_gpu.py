@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mok.lm.run_folder import RunFolder
+from tests.lm.test_rank_processes import children, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "mok" / "lm" / "trainer.py"
@@ -64,13 +65,14 @@ def test_a_killed_rank_ends_the_other_and_the_daemon(tmp_path, device):
     note = tmp_path / "note"
     process = start(tmp_path / "run", device, 2, "--steps", "100000", "--save-every", "0", module="tests.lm.dying_rank", DYING_RANK="1", DYING_STEP="3",
                     DYING_WHERE="between", DYING_NOTE=str(note))
-    children: set[int] = set()
+    started: set[int] = set()
     while process.poll() is None and not note.exists():
-        children.update(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+        started.update(children(process.pid))
         time.sleep(0.1)
     _, err = process.communicate(timeout=90)
     pid = int(note.read_text().split()[0])
     assert process.returncode == 1 and err.splitlines()[-2:] == [
         f"mok train: failed: rank 1 (pid {pid}) was killed by SIGKILL", err.splitlines()[-1]] and "lost rank 1" in err.splitlines()[-1], err
     assert len(losses(tmp_path / "run")) == 3
-    assert pid in children and not any(Path(f"/proc/{child}").exists() for child in children), "something that the command started still runs"
+    assert pid in started
+    wait_until(lambda: not any(map(running, started)), f"of {started}, which the command started, some still run", 10.0)

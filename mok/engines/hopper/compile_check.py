@@ -65,8 +65,10 @@ def compile_variants(capability: int, leave_out: Sequence[str] = ()) -> list[tup
 
 
 def describe(name: str, kernel: Any) -> dict[str, Any]:
-    """The report's entry of one compiled kernel."""
+    """The report's entry of one compiled kernel. Raises RuntimeError for a binary that `split_warps` finds fault with."""
     usage, sass = disassemble(kernel.asm["cubin"])
+    if split := split_warps(sass):
+        raise RuntimeError(f"{name}: ptxas lets a warp go on in two halves behind an atomic, where the sources have one: {split}")
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if match is None:
         raise RuntimeError(f"cuobjdump printed no resource usage for {name}: {usage.strip()[:200]}")
@@ -129,6 +131,31 @@ def basic_blocks(sass: str) -> tuple[list[list[str]], list[list[int]]]:
             targets.append(number + 1)
         successors.append(targets)
     return blocks, successors
+
+
+def split_warps(sass: str) -> list[str]:
+    """Atomics by one lane behind which the warp does not meet again at once: '(branch) (atomic)' for each.
+
+    ptxas puts a branch around such an atomic, and its target must be a BSYNC. Seen with 12.8: in front of a loop the two join that loop's region, the halves
+    of the warp meet only behind it, and what lies between, warp barriers and uniform registers' arithmetic included, runs twice. A branch around a prefix
+    sum (SHFL.UP), which ptxas makes of an atomic by all lanes, is taken by whole warps.
+    """
+    lines = [code[1].strip() for raw in sass.splitlines() if (code := re.match(r"\s*(\.L_\w+:)", raw) or re.match(r"\s*/\*[0-9a-f]+\*/\s+([^.].*?);", raw))]
+    found: list[str] = []
+    for i, line in enumerate(lines):
+        if not re.search(r"\b(ATOMG?|REDG?)\b", line):
+            continue
+        start = next((j for j in range(i - 1, -1, -1) if re.search(r":$|\b(BSSY|BSYNC|BRA|BAR|EXIT)\b", lines[j])), -1)
+        branch = re.match(r"@!?P\d BRA `\((\.L_\w+)\)", lines[start]) if start >= 0 else None
+        if branch is None or f"{branch[1]}:" not in lines:
+            continue
+        target = lines.index(f"{branch[1]}:")
+        inside = lines[start + 1:target]
+        if target < i or any(re.search(r":$|\bSHFL\.UP\b", other) for other in inside):
+            continue
+        if not lines[target + 1].startswith("BSYNC"):
+            found.append(f"({lines[start]}) ({line})")
+    return found
 
 
 def natural_loops(successors: list[list[int]]) -> list[frozenset[int]]:

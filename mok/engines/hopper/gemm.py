@@ -183,15 +183,6 @@ def _input_counter(s, flags, down, slot, tile):
 
 
 @gluon.jit
-def take_task(counters):
-    """Place in the sequence of this CTA's next task: whoever is free takes the next one, so that no CTA is left with the longer kinds.
-
-    CTAs that take p, p + grid, ... drift apart, and tasks with common operands no longer run together. Which CTA computes a task changes no bit.
-    """
-    return gl.atomic_add(counters + SET_TASKS, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
 def _load_steps(a_desc, a_row, w_desc, expert, column, steps, pipe, it, next_counter, KIND: gl.constexpr):
     """Issue the loads of all k-steps of a task; look at the next task's counter when the ring has just been filled."""
     next_seen = it * 0 - 1

@@ -50,6 +50,20 @@ def add_release(pointer, value):
 
 
 @gluon.jit
+def take_ticket(pointer):
+    """How many tickets were taken before this one, in every thread of a one-warp role.
+
+    All lanes take part, those behind the first with +0, so that there is no branch. ptxas (12.8, of Triton 3.6) makes one of an atomic by a single lane and
+    at times lets the halves of the warp meet again only behind a loop that follows: what lies between runs twice, a uniform register's += 1 too, and
+    the broadcast reads lanes that are not there. compile_check.split_warps looks for that in every binary.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 lane, step, old; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; selp.b32 step, 1, 0, p;"
+        " atom.relaxed.gpu.global.add.u32 old, [$1], step; shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff; }",
+        "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fence_proxy(anchor):
     """Rule 1: orders ordinary accesses and those of the TMA engine to global memory. `anchor`: any int32 of the place, so that the fence stays there."""
     return gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
