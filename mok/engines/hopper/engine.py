@@ -20,7 +20,7 @@ class HopperEngine:
     """
 
     name = "hopper"
-    recompute_in_launch = False
+    recompute_in_launch = True
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
         return plan_kernel.ready_plan(topk_ids, num_experts) or _torch_gpu().build_plan(topk_ids, num_experts)
