@@ -1,6 +1,8 @@
 """Expert parallelism inside the forward launch on one GPU: P3 to the bit against one rank, ranks in one process and in processes of their own (MPS)."""
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -200,3 +202,63 @@ def test_a_process_that_stops_is_named_by_the_others():
     with PrivateMps() as mps, mps.inherited():
         outcomes = run_mortal_ranks(_rank, 2, 2, CUTS[2], 2, 1, timeout=120)
     assert [result for _, result, _ in outcomes] == ["timeout (1,)", "stopped"], outcomes
+
+
+def _killed_in_mid_kernel(victim: int) -> str:
+    """The victim's launch waits on the device for the others' ids when its process is killed; what another rank's call then says."""
+    import mok
+
+    torch.cuda.set_device(0)
+    r = dist.get_rank()
+    group = mok.ExpertGroup(num_experts=E, max_tokens=MAX_TOKENS, hidden_size=H, top_k=K, timeout_s=3)
+    part = shares(gpu_case(300, H, I, E, K), CUTS[2], E)[r]
+
+    def call() -> None:
+        mok.moe(part.tensors.x, part.ids, part.tensors.topk_weights, part.tensors.w_gate_up, part.tensors.w_down, group=group)
+
+    call()
+    torch.cuda.synchronize()
+    mok.check()
+    dist.barrier()
+    if r == victim:
+        call()
+        time.sleep(0.5)
+        assert not torch.cuda.current_stream().query(), "the launch has ended, nobody is killed in its middle"
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.5)
+    started = time.monotonic()
+    try:
+        call()
+        torch.cuda.synchronize()
+        mok.check()
+    except mok.FabricError as error:
+        return f"{type(error).__name__} {error.peers}, {'in time' if time.monotonic() - started < 10 else 'late'}"
+    return "nothing raised"
+
+
+def test_a_process_killed_in_mid_kernel_is_named():
+    """Without MPS, whose server a killed client may take along: the ranks' contexts take turns on the device, a time slice each."""
+    outcomes = run_mortal_ranks(_killed_in_mid_kernel, 2, 1, timeout=120)
+    assert outcomes[0] == (0, "FabricTimeout (1,), in time", None) and outcomes[1][0] == -signal.SIGKILL, outcomes
+
+
+def _joins_again(stores: str) -> str:
+    """Two lives of one process: a group is left behind, undestroyed but for its process group, and another one built."""
+    import mok
+
+    torch.cuda.set_device(0)
+    r, said = dist.get_rank(), []
+    for life in range(2):
+        said.append(_rank(2, CUTS[2], 2, None))
+        mok.check()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{stores}/{life}", 2), rank=r, world_size=2)
+    return " ".join(said)
+
+
+def test_a_process_may_join_again(tmp_path):
+    from mok.fabric.mps import PrivateMps
+
+    with PrivateMps() as mps, mps.inherited():
+        outcomes = run_mortal_ranks(_joins_again, 2, str(tmp_path), timeout=120)
+    assert outcomes == [(0, "equal equal", None)] * 2, outcomes
