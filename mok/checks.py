@@ -79,11 +79,8 @@ def check_moe_arguments(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gat
 
 
 def check_settings(activation: str, swiglu_limit: float | None, precision: str, dtype: torch.dtype, overlap: Overlap | None, layer_key: int,
-                   recompute: str | None, fused: bool) -> None:
-    """Raise ValueError naming a wrong setting, NotImplementedError for a known one that no engine serves yet.
-
-    fused: whether the passes of x communicate with other ranks inside their launches.
-    """
+                   recompute: str | None) -> None:
+    """Raise ValueError naming a wrong setting, NotImplementedError for a known one that no engine serves yet."""
     check_activation(activation, swiglu_limit)
     check_choice("precision", precision, PRECISIONS)
     if overlap is not None:
@@ -91,8 +88,6 @@ def check_settings(activation: str, swiglu_limit: float | None, precision: str, 
     if not torch.compiler.is_compiling():        # a look at it would compile every layer of a model anew
         check_integer("layer_key", layer_key, -2**256, 2**256)
     check_recompute(recompute)
-    if recompute is not None and fused:
-        raise NotImplementedError(f"{recompute=} is not implemented where the kernels of an ExpertGroup communicate inside their launches; use None")
     if precision != "bf16":
         raise NotImplementedError(f"{precision=} is not implemented yet; use 'bf16' (unquantised: computation in x's dtype, {dtype})")
 

@@ -72,9 +72,8 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
             check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
         check_main_grad(main_grad, w_gate_up, w_down)
         dtype = compute_dtype(x)
-        if not passed or group is not None:
-            fused = group is not None and group.fused is not None and x.device == group.fused.device
-            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute, fused)
+        if not passed:
+            check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute)
             remember_passed(key)
         _refuse_forward_mode([x, topk_weights, w_gate_up, w_down, b_gate_up, b_down,
                               *[part for e in shared for part in (e.w_gate_up, e.w_down, e.gate_weight)]])

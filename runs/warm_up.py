@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +30,8 @@ OPTIONS = {"swiglu": PassOptions(), "clamped": PassOptions(swiglu_limit=7.0), "g
 NAMES = [*(f"forward_{save}_movers{warps}{debug}" for save in ("train", "no_grad") for warps in MOVER_WARPS for debug in ("", "_debug")),
          *(f"backward_{name}" for name in VARIANTS), "backward_swiglu_debug", "backward_swiglu_recompute",
          *(f"forward_{save}_ranks{kind}" for save in ("train", "no_grad") for kind in ("", "_debug", "_cooperative")),
-         *(f"backward_{name}_ranks" for name in VARIANTS), "backward_swiglu_ranks_debug", "backward_swiglu_ranks_cooperative"]
+         *(f"backward_{name}_ranks" for name in VARIANTS), "backward_swiglu_ranks_debug", "backward_swiglu_ranks_cooperative",
+         "backward_swiglu_ranks_recompute"]
 
 
 def compile_one(name: str) -> None:
@@ -48,11 +50,11 @@ def compile_one(name: str) -> None:
         launch.load(plan, tensors, PassOptions(save_for_backward=save), forward, group)
         return
     options = OPTIONS[words[1]]
+    again = "recompute" in words
     if ranks:
-        load_group_backward(plan, tensors, options, group, debug)
+        load_group_backward(plan, tensors, replace(options, recompute="z" if again else None), group, debug)
         return
     wants, saved = Wants(x=True), Saved(x.new_empty(plan.num_rows, 2 * I), x.new_empty(1, 0))
-    again = "recompute" in words
     buffers = _buffers(plan, tensors, wants, again)
     arguments = _arguments(plan, tensors, options, saved, x, wants, None, _empty_grads(tensors, wants, None), 2, *buffers, state, again)
     config = BackwardConfig(VARIANTS[words[1]], debug=int(debug), recompute=again)

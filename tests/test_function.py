@@ -352,22 +352,6 @@ def test_recompute_changes_no_bit(dtype):
         mok.MoEConfig(24, 12, 4, 2, recompute=0)
 
 
-def test_recompute_is_refused_where_kernels_communicate(monkeypatch):
-    """Before anything is exchanged, and told to the other ranks: no binary of several ranks makes z again."""
-    reports = []
-
-    class Group(mok.ExpertGroup):
-        def __init__(self):
-            self.fused, self.key = type("Fused", (), {"device": torch.device("cpu")})(), 0
-
-        def report(self, error, *arguments):
-            reports.append(error)
-
-    with pytest.raises(NotImplementedError, match="recompute='z' is not implemented"):
-        mok.moe(**inputs(), recompute="z", group=Group())
-    assert len(reports) == 1 and "recompute" in reports[0]
-
-
 def test_a_tangent_on_one_rank_is_told_to_the_others():
     reports = []
 

@@ -103,19 +103,3 @@ def test_arguments_have_the_kernels_types(monkeypatch, settings, into_main_grad,
     if shared:
         assert [by_name[f"shared_z_{i}"].shape for i in range(2)] == [[2, 200, 80], [2, 200, 336]]
         assert by_name["shared_z_1"].base.data_ptr() - by_name["shared_z_0"].base.data_ptr() == 2 * 2 * 80
-
-
-@pytest.mark.parametrize("wants, forwards", [(Wants(x=True), 1), (Wants(b_down=True), 0), (Wants(shared=((False, True, False),)), 1)])
-def test_engine_makes_z_again_by_forwards_launch(monkeypatch, wants, forwards):
-    """recompute="z": one forward launch that saves, where a wanted gradient reads z, then backward's with what it saved; without recompute neither."""
-    from mok.engines.hopper import engine
-
-    again, made, calls = Saved(torch.ones(1), torch.ones(1)), Saved(torch.zeros(0), torch.zeros(0)), []
-    monkeypatch.setattr(engine, "_unsupported", lambda tensors: None)
-    monkeypatch.setattr(engine.launch, "forward", lambda plan, tensors, options: (calls.append(options), (None, again))[1])
-    monkeypatch.setattr(engine.backward_launch, "hopper_backward", lambda plan, tensors, options, saved, *rest: (options, saved))
-    for recompute in ("z", None):
-        calls.clear()
-        options, saved = engine.HopperEngine().backward(None, None, PassOptions(recompute=recompute), made, None, wants, None)
-        assert options.recompute is None and saved is (again if recompute and forwards else made)
-        assert [(call.recompute, call.save_for_backward) for call in calls] == [(None, True)] * (forwards if recompute else 0)

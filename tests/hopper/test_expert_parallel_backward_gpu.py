@@ -293,7 +293,7 @@ def _training_rank(W: int, cuts: list[int], steps: int) -> str:
             mok.check()
             return [y.detach(), *(leaf.grad for leaf in leaves)]
 
-        ours = run(part.ids, part.tensors, part.dy, group=group)
+        ours = run(part.ids, part.tensors, part.dy, group=group, recompute="z" if step % 2 else None)
         dist.barrier()                                        # the comparison takes the whole device
         whole = run(case.topk_ids, case.tensors, case.dy)
         first = sum(shares(case, cuts, E)[before].tensors.w_down.shape[0] for before in range(r))

@@ -72,11 +72,6 @@ class BackwardScratch:
         return 2 * self.narrow + 4 * self.wide
 
 
-def reads_z(wants: Wants) -> bool:
-    """Whether these gradients hang on z: all but b_down's."""
-    return any((wants.x, wants.topk_weights, wants.w_gate_up, wants.w_down, wants.b_gate_up, *(part for expert in wants.shared for part in expert)))
-
-
 def want_bits(wants: Wants) -> int:
     """`wants` as the kernel's word (backward_tasks.Schedule)."""
     flags = [wants.x, wants.topk_weights, wants.w_gate_up, wants.w_down, wants.b_gate_up, wants.b_down, False, False]

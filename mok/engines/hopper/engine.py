@@ -1,8 +1,6 @@
 """HopperEngine: the engine protocol on compute capability 9.0; what the fused kernels cannot take goes to the torch_gpu engine, said once."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from ...plan import RoutingPlan
@@ -13,14 +11,9 @@ from .limits import unsupported_shared_reason
 
 
 class HopperEngine:
-    """BF16 on sm_90: plan in three launches, forward in one, backward in one. Stateless; counters live in runtime.scratch.
-
-    With recompute="z" backward takes two: forward's launch makes z again, to the bit, and backward's reads it. recompute_in_launch: in one launch instead,
-    by a binary of its own; off, because a launch did not end when it was last tried (docs/kernels-backward.md).
-    """
+    """BF16 on sm_90: plan in three launches, forward in one, backward in one. Stateless; counters live in runtime.scratch."""
 
     name = "hopper"
-    recompute_in_launch = True
 
     def build_plan(self, topk_ids: Tensor, num_experts: int) -> RoutingPlan:
         return plan_kernel.ready_plan(topk_ids, num_experts) or _torch_gpu().build_plan(topk_ids, num_experts)
@@ -36,10 +29,6 @@ class HopperEngine:
                  main_grad: MainGrad | None) -> Grads:
         if _unsupported(tensors) is not None:
             return _torch_gpu().backward(plan, tensors, options, saved, dy, wants, main_grad)
-        if options.recompute is not None and not self.recompute_in_launch:
-            options = replace(options, recompute=None, save_for_backward=True)
-            if backward_launch.reads_z(wants):
-                saved = launch.forward(plan, tensors, options)[1]              # y is given back before backward allocates
         return backward_launch.hopper_backward(plan, tensors, options, saved, dy, wants, main_grad)
 
     def router_scores(self, x: Tensor, weight: Tensor) -> Tensor:
