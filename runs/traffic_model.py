@@ -25,7 +25,7 @@ CTAS = 132
 PIECE = 16384                  # a 128 x 64 chunk of A in bf16; a chunk of B is two
 TILE_M, TILE_N, STEP = 128, 256, 64
 SHAPES = {"qwen3-30b-a3b": (32768, 2048, 768, 128, 8), "olmoe": (32768, 2048, 1024, 64, 8), "kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2),
-          "mixtral-8x7b": (16384, 4096, 14336, 8, 2)}
+          "mixtral-8x7b": (16384, 4096, 14336, 8, 2), "deepseek-v3-quarter": (2048, 7168, 2048, 32, 8)}      # 32 of the 128 experts that one of two GPUs has
 EPILOGUE = {"up": 4.0, "down": 1.5, "dh": 6.0, "dx": 2.0, "dw_up": 2.0, "dw_down": 2.0}      # units in which a CTA multiplies nothing
 Task = tuple[str, int, int, int]          # kind, row tile, column tile, expert (weight gradients: row tile of the gradient)
 
@@ -310,6 +310,8 @@ COUNTED = {                     # Qwen3-30B-A3B on one H200: (pass, setting, GB 
     "backward, G = 64": (backward, Setting(64, interleaved=True), 26.96, 6.07),
 }
 UNTRIED: dict[str, tuple[Callable[[Problem, Setting], dict], Setting]] = {
+    "forward, G = 16, ring of 32 (as it is)": (forward, Setting(16, row_ring=32)),
+    "forward, tickets, G = 16, aligned": (forward, Setting(16, tickets=True, aligned=True, row_ring=48, hidden_ring=64)),
     "backward, tickets (as it is)": (backward, Setting(37, tickets=True)),
     "backward, tickets, G = 16": (backward, Setting(16, tickets=True)),
     "backward, tickets, G = 16, aligned": (backward, Setting(16, tickets=True, aligned=True)),
