@@ -1,10 +1,10 @@
-"""The Hopper forward pass against cuBLAS: correctness first, then time, on the four shapes of docs/benchmarks (DESIGN 9's method).
+"""The Hopper forward pass against cuBLAS: correctness first, then time, on the shapes of docs/benchmarks (DESIGN 9's method).
 
     PYTHONPATH=. python3 runs/hopper_forward.py --out OUT.json                        the published table
     PYTHONPATH=. python3 runs/hopper_forward.py --sweep "stagger=0" "group=8" ...    variants of one setting, no-grad, one line each
 
 Last line of stdout: one JSON document. A variant is a comma-separated list of: stagger, copy_vectors, sum_vectors, mover_warps, omit,
- group, row_ring, hidden_ring, save (0 or 1).
+ group, row_ring, hidden_ring, tickets, save (0 or 1).
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mok.engines.protocol import MoETensors, PassOptions
 from mok.runtime import runtime
 
 SHAPES = {"qwen3-30b-a3b": (32768, 2048, 768, 128, 8), "olmoe": (32768, 2048, 1024, 64, 8), "kimi-k2-ep64-rank": (28672, 7168, 2048, 8, 2),
-          "mixtral-8x7b": (16384, 4096, 14336, 8, 2)}
+          "mixtral-8x7b": (16384, 4096, 14336, 8, 2), "deepseek-v3-ep2-rank": (8192, 7168, 2048, 128, 8)}
 CONFIG_KEYS = ("stagger", "copy_vectors", "sum_vectors", "mover_warps", "omit")
 
 
@@ -82,7 +82,8 @@ def variant(text: str, H: int, I: int) -> tuple[ForwardConfig, Granularity, bool
     save = bool(values.pop("save", 0))
     config = ForwardConfig(save, **{key: values[key] for key in CONFIG_KEYS if key in values})
     grain = granularity(None if "group" not in values else Overlap(minibatch_rows=128 * values["group"]), H, I)
-    return config, Granularity(grain.group, values.get("row_ring", grain.row_ring), values.get("hidden_ring", grain.hidden_ring)), save
+    return config, Granularity(grain.group, values.get("row_ring", grain.row_ring), values.get("hidden_ring", grain.hidden_ring),
+                               bool(values.get("tickets", grain.tickets))), save
 
 
 def measure(call, roof: Roof, flops: float, budget_ms: float, blocks: int) -> dict:

@@ -46,17 +46,8 @@ from .backward_tasks import (
     z_columns,
 )
 from .compat import tma_load
-from .gemm import SET_TASKS, second_half_is_padding
-from .sync import fence_proxy, load_acquire, nap, take_ticket, wait_at_least
-
-
-@gluon.jit
-def take_task(counters):
-    """Place in the sequence of this CTA's next task: whoever is free takes the next one, so that no CTA is left with the longer kinds.
-
-    CTAs that take p, p + grid, ... drift apart, and tasks with common operands no longer run together. Which CTA computes a task changes no bit.
-    """
-    return take_ticket(counters + SET_TASKS)
+from .gemm import second_half_is_padding, take_task
+from .sync import fence_proxy, load_acquire, nap, wait_at_least
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ With RECOMPUTE a fifth kind makes z anew, which forward did not save:
   Z        z = x @ w_gate_up[e].T + b    row tile x 128 columns of gate and the same 128 of up, the tile of the forward kernel
 and phases are Z(0), DH(-), DX(-), Z(1), DH(0), DX(-), Z(2), DH(1), DX(0), ...: z of a group, like its dz, is read about one phase after it was finished.
 
-All phases are one sequence, and a CTA that is free takes the next task (backward_load.take_task): a task waits for tasks before it alone, so the CTA
+All phases are one sequence, and a CTA that is free takes the next task (gemm.take_task): a task waits for tasks before it alone, so the CTA
 that holds the earliest unfinished one can always go on.
 
 Example: G = 2, 3 row tiles, one column of each kind, no weight gradients: DH tiles 0 1 | DH 2 | DX 0 1 | DX 2; with RECOMPUTE

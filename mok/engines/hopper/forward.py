@@ -58,7 +58,7 @@ class ForwardConfig:
 
 
 INTEGERS = ["T", "K", "num_shared", "x_stride_8", "capacity", "group_tiles", "row_ring", "hidden_ring", "shared_results_row", "has_bias_up",
-            "has_bias_down", "gated", "activation"]
+            "has_bias_down", "gated", "activation", "tickets"]
 WIDTHS = ["H", "I", "shared_I_0", "shared_I_1"]   # specialised on being multiples of 16, which they always are: no second binary
 UNALIGNED = ["row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "num_tiles_ptr", "topk_weights", "order", "bias_up",
              "bias_down", "gate_0", "gate_1", "state"]
@@ -114,7 +114,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                     x, ring, results, out, row_to_slot, slot_to_row, tile_to_expert, num_tiles_ptr, topk_weights, order, bias_up, bias_down,
                     gate_0, gate_1, state, H, I, shared_I_0, shared_I_1, T, K, num_shared, x_stride_8, capacity, group_tiles,
                     row_ring, hidden_ring, shared_results_row, has_bias_up, has_bias_down, gated, activation, limit,
-                    row_to_rank, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
+                    row_to_rank, tickets, SAVE_Z: gl.constexpr, MOVER_WARPS: gl.constexpr, STAGGER: gl.constexpr, COPY_VECTORS: gl.constexpr,
                     SUM_VECTORS: gl.constexpr, EP: gl.constexpr,
                     DEBUG: gl.constexpr, OMIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr):
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -154,7 +154,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
         (_consumer, (s, flags, pipe, queue, out_1, t, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert,
                      1, SAVE_Z, STAGGER, SUM_VECTORS, EP, OMIT, DEBUG)),
         (producer, (s, flags, pipe, queue, (rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0,
-                                            shared_up_1, shared_down_1), tile_to_expert, row_to_slot, DEBUG)),
+                                            shared_up_1, shared_down_1), tile_to_expert, row_to_slot, tickets, DEBUG)),
         (storer, (s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z, DEBUG)),
         (_mover, (s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])

@@ -17,7 +17,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .compat import aggregate, thread_barrier, tma_load, tma_store, tma_store_wait
-from .sync import WAIT_HIDDEN, WAIT_HIDDEN_SLOT, WAIT_ROWS, add_release, fence_proxy, fresh, fresh_float, load_acquire, nap, stores_complete, wait_at_least
+from .sync import (
+    WAIT_HIDDEN,
+    WAIT_HIDDEN_SLOT,
+    WAIT_ROWS,
+    add_release,
+    fence_proxy,
+    fresh,
+    fresh_float,
+    load_acquire,
+    nap,
+    stores_complete,
+    take_ticket,
+    wait_at_least,
+)
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, counter_of, down_columns, locate, make_order, seek, token_tiles, up_columns_of, width_of
 
 NUM_STAGES = gl.constexpr(4)
@@ -183,10 +196,18 @@ def _input_counter(s, flags, down, slot, tile):
 
 
 @gluon.jit
-def _load_steps(a_desc, a_row, w_desc, expert, column, steps, pipe, it, next_counter, KIND: gl.constexpr):
-    """Issue the loads of all k-steps of a task; look at the next task's counter when the ring has just been filled."""
-    next_seen = it * 0 - 1
-    for k in range(steps):
+def take_task(counters):
+    """Place in the sequence of this CTA's next task: whoever is free takes the next one, so that no CTA is left with the longer kinds.
+
+    CTAs that take p, p + grid, ... drift apart, and tasks with common operands no longer run together. Which CTA computes a task changes no bit.
+    """
+    return take_ticket(counters + SET_TASKS)
+
+
+@gluon.jit
+def _load_steps(a_desc, a_row, w_desc, expert, column, begin, end, pipe, it, KIND: gl.constexpr):
+    """Issue the loads of k-steps begin..end-1 of a task."""
+    for k in range(begin, end):
         stage = it % NUM_STAGES
         mbarrier.wait(pipe.load_empty.index(stage), ((it // NUM_STAGES) & 1) ^ 1)
         ready = pipe.load_ready.index(stage)
@@ -202,44 +223,46 @@ def _load_steps(a_desc, a_row, w_desc, expert, column, steps, pipe, it, next_cou
         else:
             tma_load(w_desc, [column * BLOCK_N, k * BLOCK_K], ready, b)
         it += 1
-        if k == NUM_STAGES - 1:
-            next_seen = load_acquire(next_counter)
-    return it, next_seen
+    return it
 
 
 @gluon.jit
-def _load_task(s, o, descs, place, steps, pipe, it, next_counter):
-    """k-steps of the task at place = (is down, shared expert or -1, row tile, column tile, expert); see _load_steps."""
+def _load_task(s, o, descs, place, begin, end, pipe, it):
+    """k-steps begin..end-1 of the task at place = (is down, shared expert or -1, row tile, column tile, expert)."""
     rows_desc, up_desc, hidden_desc, down_desc, x_desc, shared_hidden_desc, shared_up_0, shared_down_0, shared_up_1, shared_down_1 = descs
     down, slot, tile, column, expert = place
     if down:
         if slot < 0:
-            it, seen = _load_steps(hidden_desc, tile % s.hidden_ring * BLOCK_M, down_desc, expert, column, steps, pipe, it, next_counter,
-                                   DOWN_ROUTED)
+            it = _load_steps(hidden_desc, tile % s.hidden_ring * BLOCK_M, down_desc, expert, column, begin, end, pipe, it, DOWN_ROUTED)
         else:
             row = (slot * o.token_tiles + tile) * BLOCK_M
             if slot == 0:
-                it, seen = _load_steps(shared_hidden_desc, row, shared_down_0, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
+                it = _load_steps(shared_hidden_desc, row, shared_down_0, expert, column, begin, end, pipe, it, DOWN_SHARED)
             else:
-                it, seen = _load_steps(shared_hidden_desc, row, shared_down_1, expert, column, steps, pipe, it, next_counter, DOWN_SHARED)
+                it = _load_steps(shared_hidden_desc, row, shared_down_1, expert, column, begin, end, pipe, it, DOWN_SHARED)
     else:
         if slot < 0:
-            it, seen = _load_steps(rows_desc, tile % s.row_ring * BLOCK_M, up_desc, expert, column, steps, pipe, it, next_counter, UP_ROUTED)
+            it = _load_steps(rows_desc, tile % s.row_ring * BLOCK_M, up_desc, expert, column, begin, end, pipe, it, UP_ROUTED)
         elif slot == 0:
-            it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_0, expert, column, steps, pipe, it, next_counter, UP_SHARED)
+            it = _load_steps(x_desc, tile * BLOCK_M, shared_up_0, expert, column, begin, end, pipe, it, UP_SHARED)
         else:
-            it, seen = _load_steps(x_desc, tile * BLOCK_M, shared_up_1, expert, column, steps, pipe, it, next_counter, UP_SHARED)
-    return it, seen
+            it = _load_steps(x_desc, tile * BLOCK_M, shared_up_1, expert, column, begin, end, pipe, it, UP_SHARED)
+    return it
 
 
 @gluon.jit
-def producer(s, flags, pipe, queue, descs, tile_to_expert, row_to_slot, DEBUG: gl.constexpr):
-    """Loads A and B of every task, in order, through the stages. Rules 1 and 2, reader: acquire, proxy fence, TMA load, all in this warp."""
+def producer(s, flags, pipe, queue, descs, tile_to_expert, row_to_slot, tickets, DEBUG: gl.constexpr):
+    """Loads A and B of every task, in order, through the stages. Rules 1 and 2, reader: acquire, proxy fence, TMA load, all in this warp.
+
+    tickets: 1, tasks by take_task; 0, CTA p takes tasks p, p + grid, ... Which CTA computes a task changes no bit.
+    """
     it = gl.program_id(0) * 0
     count = it
-    grid = gl.num_programs(0)
     o = make_order(s)
-    phase, index = seek(s, o, it, gl.program_id(0))
+    taken = gl.program_id(0)
+    if fresh(tickets) != 0:
+        taken = take_task(flags.counters)
+    phase, index = seek(s, o, it, taken)
     down, slot, tile, column = locate(o, phase, index)
     expert, idle = _tile_facts(tile_to_expert, row_to_slot, slot, tile, phase < o.num_phases)
     seen = it - 1
@@ -247,13 +270,7 @@ def producer(s, flags, pipe, queue, descs, tile_to_expert, row_to_slot, DEBUG: g
         steps = gl.cdiv(gl.where(down, width_of(s, slot), fresh(s.H)), BLOCK_K)
         _push_task(queue, count, _task_kind(down, slot, idle), tile, column, steps)
         count += 1
-        next_phase, next_index = seek(s, o, phase, index + grid)
-        next_down, next_slot, next_tile, next_column = locate(o, next_phase, next_index)
-        another = next_phase < o.num_phases
-        next_expert, next_idle = _tile_facts(tile_to_expert, row_to_slot, next_slot, next_tile, another)
         counter, target = _input_counter(s, flags, down, slot, tile)
-        next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
-        next_counter = gl.where(another, next_counter, counter)
         nap(index + phase, DEBUG)
         if seen < target:
             if down:
@@ -261,7 +278,21 @@ def producer(s, flags, pipe, queue, descs, tile_to_expert, row_to_slot, DEBUG: g
             else:
                 wait_at_least(counter, target, flags.control, WAIT_ROWS, tile)
         fence_proxy(tile)
-        it, seen = _load_task(s, o, descs, (down, slot, tile, column, expert), steps, pipe, it, next_counter)
+        place = (down, slot, tile, column, expert)
+        filled = gl.minimum(steps, NUM_STAGES)
+        it = _load_task(s, o, descs, place, 0, filled, pipe, it)
+        # The ring is full: now there is time to work out the next task and to look at what it waits for.
+        after = taken + gl.num_programs(0)
+        if fresh(tickets) != 0:
+            after = take_task(flags.counters)
+        next_phase, next_index = seek(s, o, phase, index + after - taken)
+        taken = after
+        next_down, next_slot, next_tile, next_column = locate(o, next_phase, next_index)
+        another = next_phase < o.num_phases
+        next_expert, next_idle = _tile_facts(tile_to_expert, row_to_slot, next_slot, next_tile, another)
+        next_counter, _ = _input_counter(s, flags, next_down, next_slot, next_tile)
+        seen = load_acquire(gl.where(another, next_counter, counter))
+        it = _load_task(s, o, descs, place, filled, steps, pipe, it)
         phase, index, down, slot, tile, column, expert, idle = (next_phase, next_index, next_down, next_slot, next_tile, next_column, next_expert,
                                                                 next_idle)
     _push_task(queue, count, it * 0 + END, it * 0, it * 0, it * 0)

@@ -47,10 +47,14 @@ def activation_id(options: PassOptions) -> int:
 
 @dataclass(frozen=True)
 class Granularity:
-    """Row tiles of a group (G) and of the rings of x rows and of h. Any values with row_ring >= G and hidden_ring >= 2 G give the same bits."""
+    """Row tiles of a group (G) and of the rings of x rows and of h; how CTAs get their tasks (gemm.producer).
+
+    Any values with row_ring >= G and hidden_ring >= 2 G give the same bits.
+    """
     group: int
     row_ring: int
     hidden_ring: int
+    tickets: bool = True
 
     def __post_init__(self) -> None:
         # A ring shorter than this waits for tasks that stand later in the order: a deadlock.
@@ -266,7 +270,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
             grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
-            plan.row_to_rank]
+            plan.row_to_rank, int(grain.tickets)]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,

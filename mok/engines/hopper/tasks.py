@@ -1,12 +1,12 @@
-"""The static order of GEMM tasks: which row tile and column tile each CTA computes next, for routed and shared experts alike.
+"""The static order of GEMM tasks: which row tile and column tile is computed next, for routed and shared experts alike.
 
 Row tiles come in groups of G ("minibatches"): first those of shared expert 0, then of shared expert 1, then the routed ones. Phases alternate
 gate/up of one group and down of the group before: up(0), up(1), down(0), up(2), down(1), ..., down(last), so that a down task's inputs were
 finished about one phase earlier. Inside a phase the row tile runs fastest: neighbouring CTAs share a column of the weights. All phases together are
-one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ... The producer walks the sequence and tells the other roles (gemm.TaskQueue).
+one sequence of tasks; a CTA that is free takes the next one (gemm.producer). The producer walks the sequence and tells the other roles (gemm.TaskQueue).
+A task waits for tasks before it alone, so the CTA that holds the earliest unfinished one can always go on.
 
-Example: G = 2, 3 routed tiles, 1 column of up tasks, 1 of down tasks, 2 CTAs. Phases: up tiles 0 1 | up 2 | down 0 1 | down 2.
-CTA 0: up 0, up 2, down 1; CTA 1: up 1, down 0, down 2.
+Example: G = 2, 3 routed tiles, 1 column of up tasks, 1 of down tasks. Phases: up tiles 0 1 | up 2 | down 0 1 | down 2.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
