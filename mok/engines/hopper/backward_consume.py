@@ -180,12 +180,13 @@ def _add_chunk(value, target, row, column, stride, row_limit, column_limit, LAYO
 def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.constexpr, WG: gl.constexpr):
     """Adds a routed weight gradient's 64 x 256 values to the fp32 accumulators."""
     q0, q1, q2, q3 = quarters
-    half_tiles = gl.cdiv(s.I, TILE_M)
+    I, H = fresh(s.I // 16) * 16, fresh(s.H // 16) * 16
+    half_tiles = gl.cdiv(I, TILE_M)
     half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
     row = (tile - half * half_tiles) * TILE_M + WG * CHUNK
-    row_limit = gl.where(kind == DW_UP, s.I, s.H)
-    width = gl.where(kind == DW_UP, s.H, s.I)
-    target = gl.where(kind == DW_UP, rows.main_up + (2 * expert + half).to(gl.int64) * s.I * s.H, rows.main_down + expert.to(gl.int64) * s.H * s.I)
+    row_limit = gl.where(kind == DW_UP, I, H)
+    width = gl.where(kind == DW_UP, H, I)
+    target = gl.where(kind == DW_UP, rows.main_up + (2 * expert + half).to(gl.int64) * I * H, rows.main_down + expert.to(gl.int64) * H * I)
     at = column * TILE_N
     _add_chunk(q0, target, row, at, width, row_limit, width, LAYOUT)
     _add_chunk(q1, target, row, at + CHUNK, width, row_limit, width, LAYOUT)

@@ -37,6 +37,7 @@ from .backward_tasks import (
     width_of,
 )
 from .compat import aggregate
+from .sync import fresh
 
 NUM_STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(64)
@@ -258,10 +259,10 @@ def k_steps(s, kind, slot, tokens, RECOMPUTE: gl.constexpr):
 @gluon.jit
 def partials_of(s, rows, flags, slot, column, row):
     """Where <dh, h> of a column tile and a row goes."""
-    routed = flags.capacity.to(gl.int64) * TILE_M
-    shared = (s.token_tiles * TILE_M).to(gl.int64)
+    routed = fresh(flags.capacity).to(gl.int64) * TILE_M
+    shared = (fresh(s.token_tiles) * TILE_M).to(gl.int64)
     stride = gl.where(slot < 0, routed, shared)
-    start = gl.where(slot < 0, 0, gl.cdiv(s.I, TILE_N) * routed) + gl.where(slot == 1, gl.cdiv(s.I_0, TILE_N) * shared, 0)
+    start = gl.where(slot < 0, 0, gl.cdiv(fresh(s.I), TILE_N) * routed) + gl.where(slot == 1, gl.cdiv(fresh(s.I_0), TILE_N) * shared, 0)
     return rows.partials + start + column * stride + row
 
 
