@@ -54,7 +54,7 @@ from .compat import reinterpret, thread_barrier
 from .expert_parallel_backward_move import group_mover, stage_gradients
 from .gemm import SET_HEADER
 from .peers import tell_abort
-from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
+from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, fresh, load_acquire, report_timeout, wait_at_least
 
 MOVER_WARPS = 2
 POISON_PIECE = gl.constexpr(65536)
@@ -217,6 +217,10 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                   EP, RECOMPUTE, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
+    # Made anew: kept through the roles, it would take the consumer's registers.
+    H, I, I_0, I_1 = fresh(H_16) * 16, fresh(I_16) * 16, fresh(shared_I_16_0) * 16, fresh(shared_I_16_1) * 16
+    s = make_schedule(H, I, I_0, I_1, fresh(T), gl.load(num_tiles_ptr, volatile=True), fresh(E), fresh(num_shared), fresh(group_tiles), fresh(wants), AHEAD,
+                      RECOMPUTE)
     _audit(s, flags, totals, state, RECOMPUTE)
     if load_acquire(state + CONTROL_ABORT) != 0:
         if EP:

@@ -26,7 +26,6 @@ from .backward_tasks import (
     TILE_M,
     TILE_N,
     Z,
-    own,
 )
 from .compat import reinterpret, thread_barrier
 from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
@@ -180,7 +179,7 @@ def _add_chunk(value, target, row, column, stride, row_limit, column_limit, LAYO
 def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.constexpr, WG: gl.constexpr):
     """Adds a routed weight gradient's 64 x 256 values to the fp32 accumulators."""
     q0, q1, q2, q3 = quarters
-    I, H = fresh(s.I // 16) * 16, fresh(s.H // 16) * 16
+    I, H = fresh(s.I) // 16 * 16, fresh(s.H) // 16 * 16
     half_tiles = gl.cdiv(I, TILE_M)
     half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
     row = (tile - half * half_tiles) * TILE_M + WG * CHUNK
@@ -217,10 +216,10 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
         weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
     if slot >= 0:
         # the movers' gates: the producer acquired their counter before it loaded this task's first stage
-        valid = row < s.T
+        valid = row < fresh(s.T)
         weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
         if ((rows.gated >> slot) & 1) != 0:
-            weight = gl.load(rows.gates + slot * s.token_tiles * TILE_M + row, mask=valid, other=0.0)
+            weight = gl.load(rows.gates + slot * gl.cdiv(fresh(s.T), TILE_M) * TILE_M + row, mask=valid, other=0.0)
     # the same values for every column: rows belong to the same threads in the layout of half a z-step
     EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     w = gl.convert_layout(weight, gl.SliceLayout(1, EIGHTH), assert_trivial=True)[:, None]
@@ -259,12 +258,13 @@ def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT
     """The four quarters of a Z task, gate, gate, up, up, with the routed expert's bias, as forward adds it: in fp32, before the one rounding."""
     q0, q1, q2, q3 = quarters
     if (has_bias_up != 0) & (slot < 0):
-        bias = bias_up + expert.to(gl.int64) * (2 * s.I)
+        I = fresh(s.I) // 16 * 16
+        bias = bias_up + expert.to(gl.int64) * (2 * I)
         at = column * HALF_N
-        q0 = _with_bias(q0, bias, at, s.I, LAYOUT)
-        q1 = _with_bias(q1, bias, at + CHUNK, s.I, LAYOUT)
-        q2 = _with_bias(q2, bias + s.I, at, s.I, LAYOUT)
-        q3 = _with_bias(q3, bias + s.I, at + CHUNK, s.I, LAYOUT)
+        q0 = _with_bias(q0, bias, at, I, LAYOUT)
+        q1 = _with_bias(q1, bias, at + CHUNK, I, LAYOUT)
+        q2 = _with_bias(q2, bias + I, at, I, LAYOUT)
+        q3 = _with_bias(q3, bias + I, at + CHUNK, I, LAYOUT)
     return q0, q1, q2, q3
 
 
@@ -277,7 +277,6 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
     bias_up = (b_gate_up, whether there is one), with RECOMPUTE.
     """
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    s = own(s)
     it = gl.program_id(0) * 0
     handed = it
     leads = it

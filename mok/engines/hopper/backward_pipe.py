@@ -260,7 +260,7 @@ def k_steps(s, kind, slot, tokens, RECOMPUTE: gl.constexpr):
 def partials_of(s, rows, flags, slot, column, row):
     """Where <dh, h> of a column tile and a row goes."""
     routed = fresh(flags.capacity).to(gl.int64) * TILE_M
-    shared = (fresh(s.token_tiles) * TILE_M).to(gl.int64)
+    shared = (gl.cdiv(fresh(s.T), TILE_M) * TILE_M).to(gl.int64)
     stride = gl.where(slot < 0, routed, shared)
     start = gl.where(slot < 0, 0, gl.cdiv(fresh(s.I), TILE_N) * routed) + gl.where(slot == 1, gl.cdiv(fresh(s.I_0), TILE_N) * shared, 0)
     return rows.partials + start + column * stride + row
