@@ -23,6 +23,7 @@ from .backward_pipe import (
     DH_DONE,
     DX_DONE,
     FINISHED,
+    INTO_MAIN_GRAD,
     NUM_STAGES,
     QUEUE,
     REGLU,
@@ -54,7 +55,19 @@ from .compat import reinterpret, thread_barrier
 from .expert_parallel_backward_move import group_mover, stage_gradients
 from .gemm import SET_HEADER
 from .peers import tell_abort
-from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, fresh, load_acquire, report_timeout, wait_at_least
+from .sync import (
+    CONTROL_ABORT,
+    CONTROL_ARRIVED,
+    CONTROL_EPOCH,
+    CONTROL_LIMIT,
+    CONTROL_WORDS,
+    add_release,
+    clock,
+    fresh,
+    load_acquire,
+    report_timeout,
+    wait_at_least,
+)
 
 MOVER_WARPS = 2
 POISON_PIECE = gl.constexpr(65536)
@@ -90,10 +103,8 @@ class BackwardConfig:
 
 INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "set_words",
             "group_tiles", "shared_results_row", "features", "wants", "activation", "pass_number"]
-# bits of `features`
-GATED = gl.constexpr(3)
+# bits of `features`, beside those of backward_pipe
 HAS_B_DOWN = gl.constexpr(4)
-INTO_MAIN_GRAD = gl.constexpr(8)
 HAS_B_UP = gl.constexpr(16)
 
 
@@ -195,9 +206,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     if RECOMPUTE:
         x_ready += 1 + capacity + num_shared * s.token_tiles
     flags = BackwardFlags(totals, first, first + capacity, gates_ready, x_ready, state, capacity)
-    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, row_weights if EP else topk_weights, gates, features & GATED, partials,
-                main_up, main_down,
-                features & INTO_MAIN_GRAD, activation, limit)
+    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, row_weights if EP else topk_weights, gates, features, partials,
+                main_up, main_down, activation, limit)
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
              d_gate_1, gate_slopes, K, E, row_to_rank)
     if EP:

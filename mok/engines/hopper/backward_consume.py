@@ -12,6 +12,8 @@ from .backward_pipe import (
     TASK_END,
     TASK_IDLE,
     Z_STEPS,
+    gated,
+    into_main_grad,
     partials_of,
     phase_of,
     pop_task,
@@ -207,7 +209,7 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
     q0, q1, q2, q3 = quarters
     # Also for a task without k-steps: what the producer acquired before it loaded the first stage (gates, pulled weights) is there only now.
     mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
-    row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    row = fresh(tile) * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     valid = route >= 0
     if EP:
         # pulled by the movers, by row: the producer acquired their counter, that of the rows of dy, before this task's first stage
@@ -218,7 +220,7 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
         # the movers' gates: the producer acquired their counter before it loaded this task's first stage
         valid = row < fresh(s.T)
         weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
-        if ((rows.gated >> slot) & 1) != 0:
+        if ((gated(rows) >> slot) & 1) != 0:
             weight = gl.load(rows.gates + slot * gl.cdiv(fresh(s.T), TILE_M) * TILE_M + row, mask=valid, other=0.0)
     # the same values for every column: rows belong to the same threads in the layout of half a z-step
     EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
@@ -231,7 +233,7 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
         part += _z_step(q0, w, v, rows, pipe, it + c, LAYOUT, WG, ACT, OMIT)
         if c == Z_STEPS - 1:
             rows_part = gl.convert_layout(part, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-            gl.store(partials_of(s, rows, flags, slot, column, row), rows_part, mask=valid)
+            gl.store(partials_of(s, rows, flags, slot, fresh(column), fresh(row)), rows_part, mask=valid)
             thread_barrier()                             # the partials of all threads before the storer's release, through this arrival
         mbarrier.arrive(pipe.z_done.index(stage_of(it + c)))
         q0, q1, q2 = q1, q2, q3
@@ -310,7 +312,7 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
                 it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
         else:
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True, False)
-            if (slot < 0) & (rows.into_main_grad != 0):
+            if (slot < 0) & (into_main_grad(rows) != 0):
                 if steps > 0:
                     _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
             else:
