@@ -49,6 +49,7 @@ from .backward_tasks import (
     all_dx_tasks,
     all_z_tasks,
     make_schedule,
+    own,
     shared_wants,
 )
 from .compat import reinterpret, thread_barrier
@@ -194,9 +195,9 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     mbarrier.init(out_1.full, count=1)
     mbarrier.init(out_1.empty, count=1)
 
-    # Multiplied up again here, so that the compiler knows that rows start at multiples of 16 bytes without specialising on the sizes.
-    H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
-    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
+    # Widths in sixteenths, as the arguments have them: multiplied up by each role (`own`), the compiler knows that rows start at multiples of 16 elements
+    # without specialising on the sizes, and nothing that arithmetic made has to be kept for the roles.
+    s = make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
     # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts; before those,
     # with RECOMPUTE, z_done and z_ready, one word more than there are of dh_ready
     totals = _begin_launch(state, set_words)
@@ -211,7 +212,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
              d_gate_1, gate_slopes, K, E, row_to_rank)
     if EP:
-        stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE, DEBUG)
+        stage_gradients(own(s), flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE, DEBUG)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
     recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()
@@ -228,9 +229,9 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
     # Made anew: kept through the roles, it would take the consumer's registers.
-    H, I, I_0, I_1 = fresh(H_16) * 16, fresh(I_16) * 16, fresh(shared_I_16_0) * 16, fresh(shared_I_16_1) * 16
-    s = make_schedule(H, I, I_0, I_1, fresh(T), gl.load(num_tiles_ptr, volatile=True), fresh(E), fresh(num_shared), fresh(group_tiles), fresh(wants), AHEAD,
-                      RECOMPUTE)
+    s = own(make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, fresh(T), gl.load(num_tiles_ptr, volatile=True), fresh(E), fresh(num_shared),
+                          fresh(group_tiles), fresh(wants), AHEAD, RECOMPUTE))
+    H, I, I_0, I_1 = s.H, s.I, s.I_0, s.I_1
     _audit(s, flags, totals, state, RECOMPUTE)
     if load_acquire(state + CONTROL_ABORT) != 0:
         if EP:

@@ -28,6 +28,7 @@ from .backward_tasks import (
     TILE_M,
     TILE_N,
     Z,
+    own,
 )
 from .compat import reinterpret, thread_barrier
 from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
@@ -181,7 +182,7 @@ def _add_chunk(value, target, row, column, stride, row_limit, column_limit, LAYO
 def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.constexpr, WG: gl.constexpr):
     """Adds a routed weight gradient's 64 x 256 values to the fp32 accumulators."""
     q0, q1, q2, q3 = quarters
-    I, H = fresh(s.I) // 16 * 16, fresh(s.H) // 16 * 16
+    I, H = fresh(s.I) * 16, fresh(s.H) * 16
     half_tiles = gl.cdiv(I, TILE_M)
     half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
     row = (tile - half * half_tiles) * TILE_M + WG * CHUNK
@@ -233,7 +234,7 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
         part += _z_step(q0, w, v, rows, pipe, it + c, LAYOUT, WG, ACT, OMIT)
         if c == Z_STEPS - 1:
             rows_part = gl.convert_layout(part, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-            gl.store(partials_of(s, rows, flags, slot, fresh(column), fresh(row)), rows_part, mask=valid)
+            gl.store(partials_of(own(s), rows, flags, slot, fresh(column), fresh(row)), rows_part, mask=valid)
             thread_barrier()                             # the partials of all threads before the storer's release, through this arrival
         mbarrier.arrive(pipe.z_done.index(stage_of(it + c)))
         q0, q1, q2 = q1, q2, q3
@@ -260,7 +261,7 @@ def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT
     """The four quarters of a Z task, gate, gate, up, up, with the routed expert's bias, as forward adds it: in fp32, before the one rounding."""
     q0, q1, q2, q3 = quarters
     if (has_bias_up != 0) & (slot < 0):
-        I = fresh(s.I) // 16 * 16
+        I = fresh(s.I) * 16
         bias = bias_up + expert.to(gl.int64) * (2 * I)
         at = column * HALF_N
         q0 = _with_bias(q0, bias, at, I, LAYOUT)
