@@ -32,7 +32,7 @@ from .backward_tasks import (
 )
 from .compat import reinterpret, thread_barrier
 from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
-from .sync import fresh, nap
+from .sync import fresh, fresh_float, nap
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def _dh_half(dh, g, u, weight, valid, rows, ACT: gl.constexpr, OMIT: gl.constexp
     if OMIT & 8 != 0:
         h, slope_g, slope_u = u, g, u
     else:
-        h, slope_g, slope_u = activate_both(g, u, rows.activation, rows.limit, ACT)
+        h, slope_g, slope_u = activate_both(g, u, fresh(rows.activation), fresh_float(rows.limit), ACT)
     h = h.to(gl.bfloat16).to(gl.float32)
     weighted = dh * weight
     return (weighted * slope_g).to(gl.bfloat16), (weighted * slope_u).to(gl.bfloat16), (h * weight).to(gl.bfloat16), gl.sum(dh * h, 1)
