@@ -230,7 +230,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
 
     # Made anew: kept through the roles, it would take the consumer's registers.
     s = own(make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, fresh(T), gl.load(num_tiles_ptr, volatile=True), fresh(E), fresh(num_shared),
-                          fresh(group_tiles), fresh(wants), AHEAD, RECOMPUTE))
+                          fresh(group_tiles), fresh(wants), RECOMPUTE))
     H, I, I_0, I_1 = s.H, s.I, s.I_0, s.I_1
     _audit(s, flags, totals, state, RECOMPUTE)
     if load_acquire(state + CONTROL_ABORT) != 0:
