@@ -167,6 +167,12 @@ def fresh_float(value):
 
 
 @gluon.jit
+def fresh_pairs(values):
+    """`fresh` for bfloat16, two in a register."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.bfloat16, is_pure=False, pack=2)
+
+
+@gluon.jit
 def fresh_long(value):
     """`fresh` for an int64."""
     return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [value], dtype=gl.int64, is_pure=False, pack=1)
