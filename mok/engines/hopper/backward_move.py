@@ -39,7 +39,7 @@ from .backward_tasks import (
 from .compat import aggregate, thread_barrier
 from .gemm import LOG2_E
 from .peers import OWN_SLOTS, peers_of, rows_at
-from .sync import add_release, fence_proxy, grid_size, nap, this_cta, wait_at_least
+from .sync import add_release, fence_proxy, fresh, grid_size, nap, this_cta, wait_at_least
 
 PIECE_ROWS = gl.constexpr(16)      # TILE_M / COPY_PARTS
 DOT_ROWS = gl.constexpr(8)         # rows whose dot products are formed together, for the gates
@@ -406,7 +406,8 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
         for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
             nap(piece + 11, DEBUG)
             if RECOMPUTE and OMIT & 2 == 0:
-                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
+                # fresh: the places of this copy are not kept for the next one (120 bytes of stack)
+                _copy_piece(s, rows, x, x_rows, fresh(piece), m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
                 _copy_piece(s, rows, dy, dy_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter

@@ -236,7 +236,8 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
         for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
             nap(piece + 11, DEBUG)
             if RECOMPUTE and OMIT & 2 == 0 and _pulls_x(s, RECOMPUTE):
-                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, PEER_X, COPY_ROWS_AT_ONCE, NW)
+                # fresh: the places of this copy are not kept for the next one (120 bytes of stack)
+                _copy_piece(s, rows, x, x_rows, fresh(piece), m, flags.control, PEER_X, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
                 _copy_piece(s, rows, x, dy_rows, piece, m, flags.control, PEER_DY, COPY_ROWS_AT_ONCE, NW)
             _pull_weights(rows, m, flags.control, piece, NW)
