@@ -152,15 +152,42 @@ def fresh(value):
 
 
 @gluon.jit
+def apart(value, BRANCH: gl.constexpr):
+    """The same int32, made by an instruction that stands nowhere but in this branch.
+
+    Branches that end alike become one, which chooses between what they differed by; where that is a descriptor's address, every role then keeps it.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1; // " + BRANCH, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fresh_float(value):
     """`fresh` for a float32."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
+def fresh_pairs(values):
+    """`fresh` for bfloat16, two in a register."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.bfloat16, is_pure=False, pack=2)
+
+
+@gluon.jit
 def fresh_long(value):
     """`fresh` for an int64."""
     return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [value], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def this_cta(anchor):
+    """gl.program_id(0), read anew: read once, before the roles, it is kept through all of them (see `fresh`)."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x; // $1", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def grid_size(anchor):
+    """gl.num_programs(0), read anew as `this_cta` is."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x; // $1", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
