@@ -117,8 +117,9 @@ class BackwardSimulation(Simulation):
         def number(value: int):
             return gl.cast(value, "i32")
 
-        s = m["backward_tasks"].make_schedule(number(H), number(I), number(I), number(I), number(T), number(int(plan.num_tiles)), number(experts),
+        s = m["backward_tasks"].make_schedule(*map(number, (H // 16, I // 16, I // 16, I // 16, T, int(plan.num_tiles), experts)),
                                               number(count), number(2), number(self.wants), 1)
+        own = m["backward_tasks"].own(s)
         capacity = rows // TILE
         gates_ready = control + 32 + 2 * capacity + count * -(-T // TILE)
         again = (1 + capacity + count * -(-T // TILE)) * self.recompute
@@ -128,19 +129,19 @@ class BackwardSimulation(Simulation):
         x = m["backward_move"].Source(p["x"], number(H))
         zero = number(0)
         of_rows = m["backward_pipe"].Rows(p["tile_to_expert"], p["expert_offsets"], p["tokens_per_expert"], p["row_to_slot"], p["row_weights"],
-                                          p["partials"], zero, p["partials"], p["partials"], p["partials"], zero, zero, zero)
+                                          p["partials"], zero, p["partials"], p["partials"], p["partials"], zero, zero)
         sums = m["backward_move"].Sums(p["dx"], p["results"], number(rows), p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"], p["db_up"],
                                        p["db_down"], p["x"], p["x"], p["x"], p["x"], p["partials"], number(K), number(experts), p["row_to_rank"])
         pass_number = number(self.numbers.get((epoch - 1, rank), 40 + n))
 
         def mover() -> None:
             time.sleep(self.slow * (gl.local.program > 0))
-            m["expert_parallel_backward_move"].stage_gradients(s, flags, p["dy"], number(H // 8), p["x"], number(H // 8), p["weights"], number(K),
+            m["expert_parallel_backward_move"].stage_gradients(own, flags, p["dy"], number(H // 8), p["x"], number(H // 8), p["weights"], number(K),
                                                                number(experts), pass_number, p["results"], 1, self.recompute, 1)
             m["expert_parallel_backward_move"].group_mover(s, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, 8, 1, 2,
                                                            self.recompute, 0, 1)
 
-        gemm = (0, GRID, self._gemms, (n, rank, plan, flags, s, arrays, rows))
+        gemm = (0, GRID, self._gemms, (n, rank, plan, flags, own, arrays, rows))
         self._together(rank, [gemm, *((c, GRID, mover, ()) for c in range(GRID))])
         if words[2]:                                                          # aborted: what the poisoning and tell_abort do
             for name in ("dx", "d_topk", "db_up", "db_down"):

@@ -239,8 +239,9 @@ class Roles:
                              "NVMMASharedLayout"), TILE))
         nothing = ("tma_store", "tma_store_wait", "fence_proxy", "nap", "thread_barrier", "fence_async_shared", "warpgroup_mma", "reinterpret",
                    "keep_loads_above", "OWN_SLOTS", "peers_of", "rows_at")
-        return {**dict.fromkeys(nothing, TILE), "gl": gl, "mbarrier": mbarrier, "aggregate": lambda cls: cls, "fresh": lambda value: value,
-                "fresh_float": lambda value: value, "gluon": types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
+        return {**dict.fromkeys(nothing, TILE), "gl": gl, "mbarrier": mbarrier, "aggregate": lambda cls: cls,
+                **dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "apart"), lambda value, *_: value),
+                "gluon": types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
                 "tma_load": lambda _, __, ready, ___: ready.arrive(0, -BOX_BYTES), "warpgroup_mma_wait": lambda *_, **__: wait(None, "its turn") or TILE,
                 "take_ticket": lambda pointer: add(pointer, 1), "stores_complete": lambda _: wait(None, "its turn"), "wait_at_least": at_least,
                 "add_release": add, "load_acquire": acquire, "WAIT_ROWS": 1, "WAIT_HIDDEN": 2, "WAIT_HIDDEN_SLOT": 3}
@@ -263,14 +264,15 @@ def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens
         route[first:first + rows] = [0] * rows
     expert = [e for e, n in enumerate(tiles) for _ in range(n)] + [-1] * 3
     n = Number
-    s = k.make_schedule(n(H), n(I), n(widths[0]), n(widths[1]), n(T), n(sum(tiles)), n(len(tokens)), n(count), n(group), n(wants), recompute)
+    s = k.make_schedule(*(n(width // 16) for width in (H, I, widths[0], widths[1])), n(T), n(sum(tiles)), n(len(tokens)), n(count), n(group), n(wants),
+                        recompute)
     # the counters' places are those of backward._backward_kernel
     totals = Pointer([0] * int(16 + 3 * capacity + (2 * count + 1) * s.token_tiles + 1 + len(tokens)))
     gates_ready = totals + (16 + 2 * capacity + count * s.token_tiles)
     x_ready = gates_ready + (s.token_tiles + 1 + capacity + count * s.token_tiles if recompute else s.token_tiles)
     flags = k.BackwardFlags(totals, totals + 16, totals + 16 + capacity, gates_ready, x_ready, TILE, n(capacity))
-    rows = k.Rows(Pointer(expert), Pointer(offsets), Pointer(list(tokens)), Pointer(route), TILE, TILE, n(gated), TILE, TILE, TILE, n(into_main_grad),
-                  n(0), TILE)
+    rows = k.Rows(Pointer(expert), Pointer(offsets), Pointer(list(tokens)), Pointer(route), TILE, TILE, n(gated | 8 * into_main_grad), TILE, TILE,
+                  TILE, n(0), TILE)
     sums = types.SimpleNamespace(gate_0=TILE, gate_1=TILE, gate_slopes=TILE, K=n(2), num_experts=n(len(tokens)), dx=TILE)
     source, bias, three, barriers = k.Source(TILE, TILE), (TILE, n(0)), (TILE,) * 3, []
     jobs: list[tuple[str, int, Callable[[], None]]] = []
@@ -292,5 +294,6 @@ def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens
                   lambda p=pipe, q=tasks, o=outs: k.storer(s, rows, flags, p, q, *o, (TILE,) * 4, TILE, three, three, n(0), three, recompute, 0)),
                  (f"movers of CTA {cta}", cta, lambda: k.mover(s, rows, flags, sums, source, source, TILE, TILE, 8, 1, 2, recompute, 0, 0))]
     found = scheduler.run(jobs)
+    s = k.own(s)
     done = [(totals + 1).value == k.all_dh_tasks(s), (totals + 2).value == k.all_dx_tasks(s), not recompute or k.z_done(s, flags).value == k.all_z_tasks(s)]
     return found or [f"{barrier.name} is not at rest" for barrier in barriers if not barrier.at_rest] or ([] if all(done) else ["tasks were not published"])

@@ -23,6 +23,7 @@ from .backward_pipe import (
     DH_DONE,
     DX_DONE,
     FINISHED,
+    INTO_MAIN_GRAD,
     NUM_STAGES,
     QUEUE,
     REGLU,
@@ -48,13 +49,26 @@ from .backward_tasks import (
     all_dx_tasks,
     all_z_tasks,
     make_schedule,
+    own,
     shared_wants,
 )
 from .compat import reinterpret, thread_barrier
 from .expert_parallel_backward_move import group_mover, stage_gradients
 from .gemm import SET_HEADER
 from .peers import tell_abort
-from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_LIMIT, CONTROL_WORDS, add_release, clock, load_acquire, report_timeout, wait_at_least
+from .sync import (
+    CONTROL_ABORT,
+    CONTROL_ARRIVED,
+    CONTROL_EPOCH,
+    CONTROL_LIMIT,
+    CONTROL_WORDS,
+    add_release,
+    clock,
+    fresh,
+    load_acquire,
+    report_timeout,
+    wait_at_least,
+)
 
 MOVER_WARPS = 2
 POISON_PIECE = gl.constexpr(65536)
@@ -90,10 +104,8 @@ class BackwardConfig:
 
 INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "num_shared", "x_stride_8", "dy_stride_8", "capacity", "set_words",
             "group_tiles", "shared_results_row", "features", "wants", "activation", "pass_number"]
-# bits of `features`
-GATED = gl.constexpr(3)
+# bits of `features`, beside those of backward_pipe
 HAS_B_DOWN = gl.constexpr(4)
-INTO_MAIN_GRAD = gl.constexpr(8)
 HAS_B_UP = gl.constexpr(16)
 
 
@@ -183,9 +195,9 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     mbarrier.init(out_1.full, count=1)
     mbarrier.init(out_1.empty, count=1)
 
-    # Multiplied up again here, so that the compiler knows that rows start at multiples of 16 bytes without specialising on the sizes.
-    H, I, I_0, I_1 = H_16 * 16, I_16 * 16, shared_I_16_0 * 16, shared_I_16_1 * 16
-    s = make_schedule(H, I, I_0, I_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
+    # Widths in sixteenths, as the arguments have them: multiplied up by each role (`own`), the compiler knows that rows start at multiples of 16 elements
+    # without specialising on the sizes, and nothing that arithmetic made has to be kept for the roles.
+    s = make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
     # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts; before those,
     # with RECOMPUTE, z_done and z_ready, one word more than there are of dh_ready
     totals = _begin_launch(state, set_words)
@@ -195,13 +207,12 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     if RECOMPUTE:
         x_ready += 1 + capacity + num_shared * s.token_tiles
     flags = BackwardFlags(totals, first, first + capacity, gates_ready, x_ready, state, capacity)
-    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, row_weights if EP else topk_weights, gates, features & GATED, partials,
-                main_up, main_down,
-                features & INTO_MAIN_GRAD, activation, limit)
+    rows = Rows(tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, row_weights if EP else topk_weights, gates, features, partials,
+                main_up, main_down, activation, limit)
     m = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1, d_gate_0,
              d_gate_1, gate_slopes, K, E, row_to_rank)
     if EP:
-        stage_gradients(s, flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE, DEBUG)
+        stage_gradients(own(s), flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE, DEBUG)
     routed = (dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc)
     bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
     recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()
@@ -217,6 +228,10 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                   EP, RECOMPUTE, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
+    # Made anew: kept through the roles, it would take the consumer's registers.
+    s = own(make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, fresh(T), gl.load(num_tiles_ptr, volatile=True), fresh(E), fresh(num_shared),
+                          fresh(group_tiles), fresh(wants), RECOMPUTE))
+    H, I, I_0, I_1 = s.H, s.I, s.I_0, s.I_1
     _audit(s, flags, totals, state, RECOMPUTE)
     if load_acquire(state + CONTROL_ABORT) != 0:
         if EP:

@@ -12,6 +12,8 @@ from .backward_pipe import (
     TASK_END,
     TASK_IDLE,
     Z_STEPS,
+    gated,
+    into_main_grad,
     partials_of,
     phase_of,
     pop_task,
@@ -30,7 +32,7 @@ from .backward_tasks import (
 )
 from .compat import reinterpret, thread_barrier
 from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
-from .sync import fresh, nap
+from .sync import fresh, fresh_float, fresh_pairs, keep_loads_above, nap
 
 
 @gluon.jit
@@ -81,36 +83,68 @@ def _z_step(dh, weight, valid, rows, pipe, it, LAYOUT: gl.constexpr, WG: gl.cons
     mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
     gate = pipe.a.index(2 * stage + WG)
     up = pipe.chunks.index(4 * stage + WG)
-    g0, g1 = _halves(gate.load(LAYOUT), CHUNK, CHUNK, EIGHTH)
-    u0, u1 = _halves(up.load(LAYOUT), CHUNK, CHUNK, EIGHTH)
     d0, d1 = _halves(dh, CHUNK, CHUNK, EIGHTH)
-    a0, b0, c0, part_0 = _dh_half(d0, g0, u0, weight, valid, rows, ACT, OMIT)
-    a1, b1, c1, part_1 = _dh_half(d1, g1, u1, weight, valid, rows, ACT, OMIT)
-    gate.store(_whole(a0, a1, LAYOUT))
-    up.store(_whole(b0, b1, LAYOUT))
-    pipe.chunks.index(4 * stage + 2 + WG).store(_whole(c0, c1, LAYOUT))
+    a0, b0, c0, part_0 = _dh_half(d0, gate, up, weight, valid, rows, it, 0, LAYOUT, ACT, OMIT)
+    a1, b1, c1, part_1 = _dh_half(d1, gate, up, weight, valid, rows, it, 1, LAYOUT, ACT, OMIT)
+    gate.store(_whole(a0, a1, CHUNK, LAYOUT))
+    up.store(_whole(b0, b1, CHUNK, LAYOUT))
+    pipe.chunks.index(4 * stage + 2 + WG).store(_whole(c0, c1, CHUNK, LAYOUT))
     fence_async_shared()                                 # these ordinary stores before the TMA store of the storer
     return part_0 + part_1
 
 
 @gluon.jit
-def _dh_half(dh, g, u, weight, valid, rows, ACT: gl.constexpr, OMIT: gl.constexpr):
-    """32 columns: (dz_gate, dz_up, w*h) in bf16 and <dh, h> of each row. Half a z-step at a time, for fewer registers beside the accumulators."""
+def _dh_half(dh, gate, up, weight, valid, rows, anchor, HALF: gl.constexpr, LAYOUT: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
+    """32 columns of a z-step: (dz_gate, dz_up, w*h) in bf16 and <dh, h> of each row."""
+    EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    SIXTEENTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
+    d0, d1 = _halves(dh, CHUNK, CHUNK // 2, SIXTEENTH)
+    a0, b0, c0, product_0 = _dh_quarter(d0, gate, up, weight, valid, rows, anchor, 2 * HALF, LAYOUT, ACT, OMIT)
+    a1, b1, c1, product_1 = _dh_quarter(d1, gate, up, weight, valid, rows, anchor, 2 * HALF + 1, LAYOUT, ACT, OMIT)
+    part = gl.sum(_whole(product_0, product_1, CHUNK // 2, EIGHTH), 1)
+    return _whole(a0, a1, CHUNK // 2, EIGHTH), _whole(b0, b1, CHUNK // 2, EIGHTH), _whole(c0, c1, CHUNK // 2, EIGHTH), part
+
+
+@gluon.jit
+def _dh_quarter(dh, gate, up, weight, valid, rows, anchor, QUARTER: gl.constexpr, LAYOUT: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
+    """16 columns: (dz_gate, dz_up, w*h) in bf16 and dh * h.
+
+    One quarter of a z-step after the other, its loads behind and its results before everything of the next: left alone, the compiler works on all four at
+    once, which takes up to 60 registers more than there are beside the accumulators.
+    """
+    SIXTEENTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
+    keep_loads_above(anchor)
+    g = _quarter(gate.load(LAYOUT), QUARTER)
+    u = _quarter(up.load(LAYOUT), QUARTER)
+    # the same values for every column: rows belong to the same threads in both layouts
+    weight = gl.convert_layout(weight, gl.SliceLayout(1, SIXTEENTH), assert_trivial=True)[:, None]
+    valid = gl.convert_layout(valid, gl.SliceLayout(1, SIXTEENTH), assert_trivial=True)[:, None]
     g = gl.where(valid, g.to(gl.float32), 0.0)           # every activation gives h = 0 for z = 0, and weight and dh of padding are 0
     u = gl.where(valid, u.to(gl.float32), 0.0)
     if OMIT & 8 != 0:
         h, slope_g, slope_u = u, g, u
     else:
-        h, slope_g, slope_u = activate_both(g, u, rows.activation, rows.limit, ACT)
+        h, slope_g, slope_u = activate_both(g, u, fresh(rows.activation), fresh_float(rows.limit), ACT)
     h = h.to(gl.bfloat16).to(gl.float32)
     weighted = dh * weight
-    return (weighted * slope_g).to(gl.bfloat16), (weighted * slope_u).to(gl.bfloat16), (h * weight).to(gl.bfloat16), gl.sum(dh * h, 1)
+    dz_gate, dz_up, wh = (weighted * slope_g).to(gl.bfloat16), (weighted * slope_u).to(gl.bfloat16), (h * weight).to(gl.bfloat16)
+    return fresh_pairs(dz_gate), fresh_pairs(dz_up), fresh_pairs(wh), fresh_float(dh * h)
 
 
 @gluon.jit
-def _whole(left, right, LAYOUT: gl.constexpr):
-    """The inverse of _halves: 64 x 64 from two 64 x 32, in the registers that hold them."""
-    return gl.convert_layout(gl.join(left, right).permute(0, 2, 1).reshape([CHUNK, CHUNK]), LAYOUT, assert_trivial=True)
+def _quarter(value, QUARTER: gl.constexpr):
+    """Columns 16 * QUARTER.. of a 64 x 64 register tile, in the registers that hold them. The compiler drops what loads the others."""
+    EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    SIXTEENTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
+    left, right = _halves(value, CHUNK, CHUNK, EIGHTH)
+    first, second = _halves(left if QUARTER < 2 else right, CHUNK, CHUNK // 2, SIXTEENTH)
+    return first if QUARTER % 2 == 0 else second
+
+
+@gluon.jit
+def _whole(left, right, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The inverse of _halves: 64 x COLUMNS from two tiles of half the columns, in the registers that hold them."""
+    return gl.convert_layout(gl.join(left, right).permute(0, 2, 1).reshape([CHUNK, COLUMNS]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -180,12 +214,13 @@ def _add_chunk(value, target, row, column, stride, row_limit, column_limit, LAYO
 def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.constexpr, WG: gl.constexpr):
     """Adds a routed weight gradient's 64 x 256 values to the fp32 accumulators."""
     q0, q1, q2, q3 = quarters
-    half_tiles = gl.cdiv(s.I, TILE_M)
+    I, H = fresh(s.I) * 16, fresh(s.H) * 16
+    half_tiles = gl.cdiv(I, TILE_M)
     half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
     row = (tile - half * half_tiles) * TILE_M + WG * CHUNK
-    row_limit = gl.where(kind == DW_UP, s.I, s.H)
-    width = gl.where(kind == DW_UP, s.H, s.I)
-    target = gl.where(kind == DW_UP, rows.main_up + (2 * expert + half).to(gl.int64) * s.I * s.H, rows.main_down + expert.to(gl.int64) * s.H * s.I)
+    row_limit = gl.where(kind == DW_UP, I, H)
+    width = gl.where(kind == DW_UP, H, I)
+    target = gl.where(kind == DW_UP, rows.main_up + (2 * expert + half).to(gl.int64) * I * H, rows.main_down + expert.to(gl.int64) * H * I)
     at = column * TILE_N
     _add_chunk(q0, target, row, at, width, row_limit, width, LAYOUT)
     _add_chunk(q1, target, row, at + CHUNK, width, row_limit, width, LAYOUT)
@@ -207,7 +242,7 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
     q0, q1, q2, q3 = quarters
     # Also for a task without k-steps: what the producer acquired before it loaded the first stage (gates, pulled weights) is there only now.
     mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
-    row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    row = fresh(tile) * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     valid = route >= 0
     if EP:
         # pulled by the movers, by row: the producer acquired their counter, that of the rows of dy, before this task's first stage
@@ -216,22 +251,19 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
         weight = gl.load(rows.topk_weights + route, mask=valid, other=0.0)
     if slot >= 0:
         # the movers' gates: the producer acquired their counter before it loaded this task's first stage
-        valid = row < s.T
+        valid = row < fresh(s.T)
         weight = gl.where(valid, weight * 0.0 + 1.0, 0.0)
-        if ((rows.gated >> slot) & 1) != 0:
-            weight = gl.load(rows.gates + slot * s.token_tiles * TILE_M + row, mask=valid, other=0.0)
-    # the same values for every column: rows belong to the same threads in the layout of half a z-step
+        if ((gated(rows) >> slot) & 1) != 0:
+            weight = gl.load(rows.gates + slot * gl.cdiv(fresh(s.T), TILE_M) * TILE_M + row, mask=valid, other=0.0)
     EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
-    w = gl.convert_layout(weight, gl.SliceLayout(1, EIGHTH), assert_trivial=True)[:, None]
-    v = gl.convert_layout(valid, gl.SliceLayout(1, EIGHTH), assert_trivial=True)[:, None]
     part = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, EIGHTH))
     # A loop, with the quarters moving up, and its length hidden: four copies of this code outgrow the instruction cache, and fetching them took
     # longer than the task's multiplication.
     for c in range(fresh(it * 0 + Z_STEPS)):
-        part += _z_step(q0, w, v, rows, pipe, it + c, LAYOUT, WG, ACT, OMIT)
+        part += _z_step(q0, weight, valid, rows, pipe, it + c, LAYOUT, WG, ACT, OMIT)
         if c == Z_STEPS - 1:
             rows_part = gl.convert_layout(part, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-            gl.store(partials_of(s, rows, flags, slot, column, row), rows_part, mask=valid)
+            gl.store(partials_of(own(s), rows, flags, slot, fresh(column), fresh(row)), rows_part, mask=valid)
             thread_barrier()                             # the partials of all threads before the storer's release, through this arrival
         mbarrier.arrive(pipe.z_done.index(stage_of(it + c)))
         q0, q1, q2 = q1, q2, q3
@@ -258,12 +290,13 @@ def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT
     """The four quarters of a Z task, gate, gate, up, up, with the routed expert's bias, as forward adds it: in fp32, before the one rounding."""
     q0, q1, q2, q3 = quarters
     if (has_bias_up != 0) & (slot < 0):
-        bias = bias_up + expert.to(gl.int64) * (2 * s.I)
+        I = fresh(s.I) * 16
+        bias = bias_up + expert.to(gl.int64) * (2 * I)
         at = column * HALF_N
-        q0 = _with_bias(q0, bias, at, s.I, LAYOUT)
-        q1 = _with_bias(q1, bias, at + CHUNK, s.I, LAYOUT)
-        q2 = _with_bias(q2, bias + s.I, at, s.I, LAYOUT)
-        q3 = _with_bias(q3, bias + s.I, at + CHUNK, s.I, LAYOUT)
+        q0 = _with_bias(q0, bias, at, I, LAYOUT)
+        q1 = _with_bias(q1, bias, at + CHUNK, I, LAYOUT)
+        q2 = _with_bias(q2, bias + I, at, I, LAYOUT)
+        q3 = _with_bias(q3, bias + I, at + CHUNK, I, LAYOUT)
     return q0, q1, q2, q3
 
 
@@ -276,7 +309,6 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
     bias_up = (b_gate_up, whether there is one), with RECOMPUTE.
     """
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    s = own(s)
     it = gl.program_id(0) * 0
     handed = it
     leads = it
@@ -310,7 +342,7 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
                 it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
         else:
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True, False)
-            if (slot < 0) & (rows.into_main_grad != 0):
+            if (slot < 0) & (into_main_grad(rows) != 0):
                 if steps > 0:
                     _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
             else:

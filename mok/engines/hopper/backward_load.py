@@ -20,6 +20,7 @@ from .backward_pipe import (
     WAIT_Z,
     Z_BYTES,
     Z_STEPS,
+    gated,
     has_store_step,
     k_steps,
     phase_of,
@@ -216,9 +217,9 @@ def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh, R
     With RECOMPUTE a Z task waits for what a DH task waits for otherwise (movers publish a piece of x and dy together), and DH for its tile's Z tasks:
     what those had acquired (dy, gates) is then there as well.
     """
-    gated = (slot >= 0) & (((rows.gated >> gl.maximum(slot, 0)) & 1) != 0)
+    has_gate = (slot >= 0) & (((gated(rows) >> gl.maximum(slot, 0)) & 1) != 0)
     dh_pointer = gl.where(slot < 0, flags.dy_ready, flags.gates_ready) + tile
-    dh_target = gl.where((slot < 0) | gated, COPY_PARTS, 0)
+    dh_target = gl.where((slot < 0) | has_gate, COPY_PARTS, 0)
     dx_pointer = flags.dh_ready + counter_of(s, slot, gl.where(kind == DX, tile, 0), flags.capacity)
     routed_up = (kind == DW_UP) & (slot < 0)
     weight_pointer = gl.where(routed_up, flags.x_ready + expert, flags.totals + DH_DONE)

@@ -11,7 +11,18 @@ number of warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .backward_pipe import COPY_PARTS, DH_DONE, DX_DONE, SLOTS_DONE, TICKET, WAIT_ALL_DH, WAIT_ALL_DX, WAIT_SLOTS, partials_of
+from .backward_pipe import (
+    COPY_PARTS,
+    DH_DONE,
+    DX_DONE,
+    SLOTS_DONE,
+    TICKET,
+    WAIT_ALL_DH,
+    WAIT_ALL_DX,
+    WAIT_SLOTS,
+    gated,
+    partials_of,
+)
 from .backward_tasks import (
     TILE_M,
     WANT_BIAS_DOWN,
@@ -152,7 +163,7 @@ def _gates(s, rows, flags, x, m, NW: gl.constexpr, DEBUG: gl.constexpr):
             token = piece * PIECE_ROWS + j * DOT_ROWS + lanes
             there = token < s.T
             for i in range(s.num_shared):
-                if ((rows.gated >> i) & 1) != 0:
+                if ((gated(rows) >> i) & 1) != 0:
                     weight = gl.where(i == 0, m.gate_0, m.gate_1)
                     logit = _dots(x.x + token.to(gl.int64) * x.x_stride, weight + lanes * 0, there, s.H, NW)
                     gl.store(rows.gates + i * s.token_tiles * TILE_M + token, 1.0 / (1.0 + gl.exp2(logit * -LOG2_E)))
@@ -209,7 +220,7 @@ def _gate_slopes(s, rows, flags, m, NW: gl.constexpr):
     for first in range(gl.program_id(0) * SLOT_PIECE, s.T, gl.num_programs(0) * SLOT_PIECE):
         token = first + lanes
         for i in range(s.num_shared):
-            if ((rows.gated >> i) & 1) != 0:
+            if ((gated(rows) >> i) & 1) != 0:
                 at = i * s.token_tiles * TILE_M + token
                 gate = gl.load(rows.gates + at, mask=token < s.T, other=0.0)
                 total = _sum_partials(s, rows, flags, i, dh_columns(s, i), token, token < s.T)
@@ -262,7 +273,7 @@ def _sum_dx(s, rows, m, control, token, start, VECTORS: gl.constexpr, NW: gl.con
         for i in range(s.num_shared):
             row = m.shared_results_row + i * s.token_tiles * TILE_M + token
             acc += gl.load(m.results + row.to(gl.int64) * s.H + c + columns, mask=inside, other=0.0).to(gl.float32)
-            if ((rows.gated >> i) & 1) != 0:
+            if ((gated(rows) >> i) & 1) != 0:
                 slope = gl.load(m.gate_slopes + i * s.token_tiles * TILE_M + token)
                 weight = gl.load(gl.where(i == 0, m.gate_0, m.gate_1) + c + columns, mask=inside, other=0.0)
                 acc = gl.fma(weight.to(gl.float32), gl.zeros([COLUMNS], gl.float32, L) + slope, acc)
@@ -274,7 +285,7 @@ def finish_dx(s, rows, flags, m, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl
     """Sum dx by tickets of tokens once every DX task is stored; movers and, after their last GEMM, consumers."""
     if (s.wants & WANT_X) != 0:
         wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
-        if rows.gated != 0:
+        if gated(rows) != 0:
             wait_at_least(flags.totals + SLOTS_DONE, gl.cdiv(s.T, SLOT_PIECE), flags.control, WAIT_SLOTS, s.T)
         thread_barrier()
         tickets = gl.cdiv(s.T, TICKET_TOKENS)
@@ -388,7 +399,7 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
     """Everything that the tensor cores do not do; dy and x are where those tensors lie."""
     s = own(s)
     grid = gl.num_programs(0)
-    if rows.gated != 0:
+    if gated(rows) != 0:
         _gates(s, rows, flags, x, m, NW, DEBUG)
     pieces = s.num_tiles * COPY_PARTS
     if dh_columns(s, s.T * 0 - 1) > 0:
@@ -424,12 +435,12 @@ def _final_sums(s, rows, flags, m, dy, x, VECTORS: gl.constexpr, NW: gl.constexp
     thread_barrier()
     if (s.wants & WANT_TOPK) != 0:
         _slot_pieces(s, rows, flags, m, dy, NW)
-    if rows.gated != 0:
+    if gated(rows) != 0:
         _gate_slopes(s, rows, flags, m, NW)
     finish_dx(s, rows, flags, m, VECTORS, NW, 0, DEBUG)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         _bias_sums(s, rows, m, dy, NW, 0)
-    if rows.gated != 0:
+    if gated(rows) != 0:
         wait_at_least(flags.totals + SLOTS_DONE, gl.cdiv(s.T, SLOT_PIECE), flags.control, WAIT_SLOTS, s.T)
         thread_barrier()
         _gate_weight_sums(s, rows, m, x, NW)

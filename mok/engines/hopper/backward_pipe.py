@@ -37,6 +37,7 @@ from .backward_tasks import (
     width_of,
 )
 from .compat import aggregate
+from .sync import fresh
 
 NUM_STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(64)
@@ -44,6 +45,10 @@ Z_STEPS = gl.constexpr(4)                # TILE_N / CHUNK
 STEP_BYTES = gl.constexpr(49152)         # six chunks: TMA counts whole boxes, also where they hang over an edge
 Z_BYTES = gl.constexpr(32768)            # four chunks
 COPY_PARTS = gl.constexpr(8)             # pieces of 16 rows in which movers fill a row tile
+
+# Bits of a launch's `features`
+GATED = gl.constexpr(3)
+INTO_MAIN_GRAD = gl.constexpr(8)
 
 # Which code the DH epilogue has: one binary each. CLAMPED: SwiGLU with a limit, and gpt-oss's variant
 PLAIN_SWIGLU, CLAMPED, GEGLU, REGLU = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -195,7 +200,7 @@ TICKET, DH_DONE, DX_DONE, SLOTS_DONE, FINISHED = gl.constexpr(0), gl.constexpr(1
 
 @aggregate
 class Rows:
-    """Per-row inputs of the DH epilogue and the plan. gated: bit i = shared expert i has a gate; gates: (num_shared, token rows) fp32.
+    """Per-row inputs of the DH epilogue and the plan. features: see `gated`, `into_main_grad`; gates: (num_shared, token rows) fp32.
 
     topk_weights: fp32 by slot; on several ranks by row, where the movers put what they pull.
 
@@ -207,28 +212,26 @@ class Rows:
     row_to_slot: gl.tensor
     topk_weights: gl.tensor
     gates: gl.tensor
-    gated: gl.tensor
+    features: gl.tensor
     partials: gl.tensor
     main_up: gl.tensor           # fp32 accumulators, used where into_main_grad
     main_down: gl.tensor
-    into_main_grad: gl.tensor
     activation: gl.tensor
     limit: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, topk_weights, gates, gated, partials, main_up, main_down,
-                 into_main_grad, activation, limit):
+    def __init__(self, tile_to_expert, expert_offsets, tokens_per_expert, row_to_slot, topk_weights, gates, features, partials, main_up, main_down,
+                 activation, limit):
         self.tile_to_expert = tile_to_expert
         self.expert_offsets = expert_offsets
         self.tokens_per_expert = tokens_per_expert
         self.row_to_slot = row_to_slot
         self.topk_weights = topk_weights
         self.gates = gates
-        self.gated = gated
+        self.features = features
         self.partials = partials
         self.main_up = main_up
         self.main_down = main_down
-        self.into_main_grad = into_main_grad
         self.activation = activation
         self.limit = limit
 
@@ -256,12 +259,24 @@ def k_steps(s, kind, slot, tokens, RECOMPUTE: gl.constexpr):
 
 
 @gluon.jit
+def gated(rows):
+    """Bit i: shared expert i has a gate."""
+    return fresh(rows.features) & GATED
+
+
+@gluon.jit
+def into_main_grad(rows):
+    """Not 0: routed weight gradients are added to the fp32 accumulators."""
+    return fresh(rows.features) & INTO_MAIN_GRAD
+
+
+@gluon.jit
 def partials_of(s, rows, flags, slot, column, row):
     """Where <dh, h> of a column tile and a row goes."""
-    routed = flags.capacity.to(gl.int64) * TILE_M
-    shared = (s.token_tiles * TILE_M).to(gl.int64)
+    routed = fresh(flags.capacity).to(gl.int64) * TILE_M
+    shared = (gl.cdiv(fresh(s.T), TILE_M) * TILE_M).to(gl.int64)
     stride = gl.where(slot < 0, routed, shared)
-    start = gl.where(slot < 0, 0, gl.cdiv(s.I, TILE_N) * routed) + gl.where(slot == 1, gl.cdiv(s.I_0, TILE_N) * shared, 0)
+    start = gl.where(slot < 0, 0, gl.cdiv(fresh(s.I), TILE_N) * routed) + gl.where(slot == 1, gl.cdiv(fresh(s.I_0), TILE_N) * shared, 0)
     return rows.partials + start + column * stride + row
 
 
@@ -272,4 +287,4 @@ def has_store_step(rows, kind, slot, RECOMPUTE: gl.constexpr):
         row_result = (kind == DX) | (kind == Z)
     else:
         row_result = kind == DX
-    return row_result | ((kind >= DW_UP) & ((slot >= 0) | (rows.into_main_grad == 0)))
+    return row_result | ((kind >= DW_UP) & ((slot >= 0) | (into_main_grad(rows) == 0)))

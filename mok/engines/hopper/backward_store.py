@@ -32,7 +32,7 @@ from .backward_tasks import (
     width_of,
 )
 from .compat import thread_barrier, tma_store, tma_store_wait
-from .sync import add_release, fence_proxy, nap, stores_complete
+from .sync import add_release, apart, fence_proxy, nap, stores_complete
 
 
 @gluon.jit
@@ -120,8 +120,10 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
                 z_phases = z_phases ^ ((stage * 0 + 1) << stage)
                 if slot < 0:
                     _store_z_step(dz_desc, wh_desc, want_dz, want_wh, row, column * TILE_N + c * CHUNK, stage, pipe, idle)
+                    it = apart(it, "dz_desc")
                 else:
                     _store_z_step(shared_dz_desc, shared_wh_desc, want_dz, want_wh, row, column * TILE_N + c * CHUNK, stage, pipe, idle)
+                    it = apart(it, "shared_dz_desc")
                 tma_store_wait(0)
                 mbarrier.arrive(pipe.load_empty.index(stage), count=2)
                 it += 1
@@ -135,10 +137,13 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             at = tile * TILE_M                           # of a shared expert too: each has a descriptor of its own
             if slot < 0:
                 _store_both(z_desc, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+                handed = apart(handed, "z_desc")
             elif slot == 0:
                 _store_both(shared_z_0, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+                handed = apart(handed, "shared_z_0")
             else:
                 _store_both(shared_z_1, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+                handed = apart(handed, "shared_z_1")
             stores_complete(tile)
             fence_proxy(tile)
             thread_barrier()
@@ -149,6 +154,7 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
         elif kind == DX:
             result_row = row + gl.where(slot < 0, 0, shared_results_row)
             _store_both(results_desc, 0, 0, result_row, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
+            handed = apart(handed, "results_desc")
             stores_complete(tile)
             fence_proxy(tile)
             thread_barrier()
@@ -162,16 +168,22 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             if kind == DW_UP:
                 if slot < 0:
                     _store_both(up_desc, expert, half, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 4)
+                    handed = apart(handed, "up_desc")
                 elif slot == 0:
                     _store_both(shared_up_0, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 3)
+                    handed = apart(handed, "shared_up_0")
                 else:
                     _store_both(shared_up_1, half, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 3)
+                    handed = apart(handed, "shared_up_1")
             elif slot < 0:
                 _store_both(down_desc, expert, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 3)
+                handed = apart(handed, "down_desc")
             elif slot == 0:
                 _store_both(shared_down_0, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
+                handed = apart(handed, "shared_down_0")
             else:
                 _store_both(shared_down_1, 0, 0, at, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
+                handed = apart(handed, "shared_down_1")
             handed += 1
             it += 1
         count += 1

@@ -106,8 +106,8 @@ def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_t
 
 @gluon.jit
 def own(s):
-    """The same schedule, hidden from the compiler's hoisting (see sync.fresh); every role begins so. Widths stay visible multiples of 16."""
-    return Schedule(fresh(s.H // 16) * 16, fresh(s.I // 16) * 16, fresh(s.I_0 // 16) * 16, fresh(s.I_1 // 16) * 16, fresh(s.T),
+    """A role's schedule, from one whose widths are in sixteenths; hidden from the compiler's hoisting (see sync.fresh), widths visible multiples of 16."""
+    return Schedule(fresh(s.H) * 16, fresh(s.I) * 16, fresh(s.I_0) * 16, fresh(s.I_1) * 16, fresh(s.T),
                     fresh(s.num_tiles), fresh(s.token_tiles), fresh(s.group_tiles), fresh(s.shared_groups), fresh(s.pair_phases), fresh(s.num_phases),
                     fresh(s.num_shared), fresh(s.wants))
 

@@ -26,7 +26,14 @@ from .backward_move import (
     _sum_partials,
     finish_dx,
 )
-from .backward_pipe import COPY_PARTS, DH_DONE, DX_DONE, WAIT_ALL_DH, WAIT_ALL_DX
+from .backward_pipe import (
+    COPY_PARTS,
+    DH_DONE,
+    DX_DONE,
+    WAIT_ALL_DH,
+    WAIT_ALL_DX,
+    gated,
+)
 from .backward_tasks import (
     TILE_M,
     WANT_BIAS_DOWN,
@@ -217,7 +224,7 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
     """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature."""
     s = own(s)
     grid = gl.num_programs(0)
-    if rows.gated != 0:
+    if gated(rows) != 0:
         _gates(s, rows, flags, x, m, NW, DEBUG)
     wait_for_all(flags.control, GRADS_READY, _epoch(flags.control), WAIT_PEER_GRADS)
     if gl.program_id(0) == 0:
@@ -248,7 +255,7 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
             add_release(counter, 1)
     wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)
     thread_barrier()
-    if rows.gated != 0:
+    if gated(rows) != 0:
         _gate_slopes(s, rows, flags, m, NW)
     _send_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
     if (s.wants & WANT_TOPK) != 0:
@@ -257,5 +264,5 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         # every row of dy has been pulled: this rank has sent, too
         _bias_sums(s, rows, m, Source(dy_rows, s.H), NW, 1)
-    if rows.gated != 0:
+    if gated(rows) != 0:
         _gate_weight_sums(s, rows, m, x, NW)

@@ -157,9 +157,24 @@ def fresh(value):
 
 
 @gluon.jit
+def apart(value, BRANCH: gl.constexpr):
+    """The same int32, made by an instruction that stands nowhere but in this branch.
+
+    Branches that end alike become one, which chooses between what they differed by; where that is a descriptor's address, every role then keeps it.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1; // " + BRANCH, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fresh_float(value):
     """`fresh` for a float32."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fresh_pairs(values):
+    """`fresh` for bfloat16, two in a register."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.bfloat16, is_pure=False, pack=2)
 
 
 @gluon.jit
