@@ -108,8 +108,6 @@ def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: 
     if fused is None:
         return None
     if str([]) != signature.get("wanted gradients", str([])):
-        if group.capacity_factor is not None:
-            raise NotImplementedError(f"capacity_factor={group.capacity_factor} must be None where gradients are wanted inside the launches")
         limit, recompute = signature["swiglu_limit"], signature["recompute"]
         fused.load_backward(PassOptions(signature["activation"], None if limit == str(None) else float(limit),
                                         recompute=None if recompute == str(None) else recompute))

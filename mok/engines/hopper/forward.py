@@ -21,7 +21,7 @@ from .move import Tokens, finish_combine, list_tokens, mover
 from .peers import tell_abort
 from .sync import CONTROL_ABORT, CONTROL_ARRIVED, CONTROL_EPOCH, CONTROL_WORDS
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, Schedule, token_tiles
-from .wave_loop import Wave, count_waves, first_tile, is_last, next_wave, schedule_of_wave, set_wave, wave_index, waves_of
+from .wave_loop import SET_WAVES, Wave, count_waves, first_tile, is_last, next_wave, schedule_of_wave, set_wave, wave_index, waves_of
 
 MOVER_WARPS = (1, 2)            # with more the CTA has 512 threads, and wgmma of 256 columns does not fit into 128 registers a thread
 
@@ -226,7 +226,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
         wave = T * 0
         while wave < waves_of(gl.load(num_tiles_ptr, volatile=True), wave_tiles):
             if wave > 0:
-                next_wave(counters, SET_HEADER, SET_HEADER + 5 * capacity, wave, state)
+                next_wave(counters + SET_WAVES, counters, SET_HEADER + 5 * capacity, wave, state, 0, SET_HEADER)
                 _init_barriers(pipe, queue, out_0, out_1, True)
             set_wave(w, wave)
             first_row = first_tile(w, 4) * BLOCK_M

@@ -105,27 +105,29 @@ def count_waves(control, w):
 
 
 @gluon.jit
-def meet(counters, times, control):
+def meet(arrivals, times, control):
     """All CTAs of the launch meet for the `times`-th time, bounded (rule 8); with rules 1, 2 and 6 for everything before and after, TMA's accesses too.
 
-    The word that counts arrivals is the only one of a set that is not zeroed between waves. By all threads of a CTA that still runs.
+    arrivals: a word that is not zeroed between waves. By all threads of a CTA that still run.
     """
     fence_proxy(times)
     thread_barrier()
-    add_release(counters + SET_WAVES, 1)
-    wait_at_least(counters + SET_WAVES, times * gl.num_programs(0), control, WAIT_WAVE, times)
+    add_release(arrivals, 1)
+    wait_at_least(arrivals, times * gl.num_programs(0), control, WAIT_WAVE, times)
     thread_barrier()
     fence_proxy(times)
 
 
 @gluon.jit
-def next_wave(counters, first, words, wave, control):
-    """Before wave `wave` = 1, 2, ...: once all CTAs have finished the wave before it, its counters (words `first` to `words` of the set) are zeroed (rule 5).
+def next_wave(arrivals, counters, words, wave, control, KEPT_FROM: gl.constexpr, KEPT_TO: gl.constexpr):
+    """Before wave `wave` = 1, 2, ...: once all CTAs have finished the wave before it, its counters are zeroed (rule 5).
 
-    What stands before `first` stays, the arrivals here with it. After an abort nobody waits, and what the counters hold does not matter.
+    They are `words` words, but for KEPT_FROM to KEPT_TO - 1: what the end of the launch uses. After an abort nobody waits, and what the counters hold does
+    not matter.
     """
-    meet(counters, 2 * wave - 1, control)
+    meet(arrivals, 2 * wave - 1, control)
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    for i in range(first + gl.program_id(0) * 128, words, gl.num_programs(0) * 128):
-        gl.store(counters + i + lanes, lanes * 0, mask=i + lanes < words)
-    meet(counters, 2 * wave, control)
+    for i in range(gl.program_id(0) * 128, words, gl.num_programs(0) * 128):
+        at = i + lanes
+        gl.store(counters + at, lanes * 0, mask=(at < words) & ((at < KEPT_FROM) | (at >= KEPT_TO)))
+    meet(arrivals, 2 * wave, control)
