@@ -241,6 +241,7 @@ class Roles:
                    "keep_loads_above", "OWN_SLOTS", "peers_of", "rows_at")
         return {**dict.fromkeys(nothing, TILE), "gl": gl, "mbarrier": mbarrier, "aggregate": lambda cls: cls,
                 **dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "apart"), lambda value, *_: value),
+                "this_cta": lambda _: gl.program_id(0), "grid_size": lambda _: gl.num_programs(0),
                 "gluon": types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
                 "tma_load": lambda _, __, ready, ___: ready.arrive(0, -BOX_BYTES), "warpgroup_mma_wait": lambda *_, **__: wait(None, "its turn") or TILE,
                 "take_ticket": lambda pointer: add(pointer, 1), "stores_complete": lambda _: wait(None, "its turn"), "wait_at_least": at_least,

@@ -58,7 +58,7 @@ FAULTS = {
     "grads_ready before all have staged": (MOVE, "    if staged == gl.num_programs(0) - 1:", "    if staged == 0:", ALL),
     "sums before all have sent": (MOVE, "    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT, True)\n", "", X | TOPK),
     "rows staged over before they are pulled": (MOVE, "    wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT, True)\n", "", UP),
-    "sent before all CTAs have": (MOVE, "(sent == gl.num_programs(0) - 1)", "(sent == 0)", ALL),
+    "sent before all CTAs have": (MOVE, "(sent == grid_size(s.T) - 1)", "(sent == 0)", ALL),
     "a row of dx before its GEMMs": (MOVE, "        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)\n", "", X),
     "a weight's gradient before its GEMMs": (MOVE, "    wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)\n", "", TOPK),
     "the weight of another slot": (MOVE, "PEER_WEIGHTS + home), slot)", "PEER_WEIGHTS + home), slot ^ 1)", ALL),

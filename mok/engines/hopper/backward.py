@@ -70,6 +70,7 @@ from .sync import (
     add_release,
     clock,
     fresh,
+    grid_size,
     load_acquire,
     report_timeout,
     wait_at_least,
@@ -189,7 +190,7 @@ def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, waves, COPY_R
 def _audit(s, flags, totals, state, RECOMPUTE: gl.constexpr):
     """The last CTA to finish checks that exactly the tasks that roles waited for were published; a mismatch is reported as a time-out is (rule 8)."""
     finished = gl.atomic_add(totals + FINISHED, 1, sem="acq_rel", scope="gpu")
-    if finished == gl.num_programs(0) - 1:
+    if finished == grid_size(finished) - 1:
         dh, dx = load_acquire(totals + DH_DONE), load_acquire(totals + DX_DONE)
         if dh != all_dh_tasks(s):
             report_timeout(state, WAIT_AUDIT, finished, all_dh_tasks(s), dh)
@@ -268,7 +269,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
 
     # Widths in sixteenths, as the arguments have them: multiplied up by each role (`own`), the compiler knows that rows start at multiples of 16 elements
     # without specialising on the sizes, and nothing that arithmetic made has to be kept for the roles.
-    s = make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, T, gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
+    s = make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, fresh(T), gl.load(num_tiles_ptr), E, num_shared, group_tiles, wants, RECOMPUTE)
     # counters: capacity row tiles for dy_ready and dh_ready, then token tiles (dh_ready of shared experts, gates_ready), then experts; before those,
     # with RECOMPUTE, z_done and z_ready, one word more than there are of dh_ready
     totals = _begin_launch(state, set_words)
@@ -344,7 +345,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
 def _all_finished(totals, state):
     """Spin until every CTA has finished its roles, or for the spin limit; unlike wait_at_least this one is not cut short by the abort flag."""
     start = clock(load_acquire(totals + FINISHED))
-    while (load_acquire(totals + FINISHED) < gl.num_programs(0)) & (clock(start) - start <= gl.load(state + CONTROL_LIMIT)):
+    while (load_acquire(totals + FINISHED) < grid_size(start)) & (clock(start) - start <= gl.load(state + CONTROL_LIMIT)):
         start += 0
 
 

@@ -285,10 +285,10 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
 
 
 @gluon.jit
-def _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG: gl.constexpr):
+def _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG: gl.constexpr):
     """A 64 x 256 result, rounded, to the storer: left half in this consumer's own chunks, right half in the store step's stage."""
     stage = stage_of(it)
-    mbarrier.wait(out.empty, (handed & 1) ^ 1)
+    mbarrier.wait(out.empty, (turns & 1) ^ 1)
     out.chunks.index(0).store(q0.to(gl.bfloat16))
     out.chunks.index(1).store(q1.to(gl.bfloat16))
     mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
@@ -296,12 +296,12 @@ def _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG: gl.constexpr):
     pipe.chunks.index(4 * stage + WG).store(q3.to(gl.bfloat16))
     fence_async_shared()                                 # these ordinary stores before the TMA stores of the storer
     mbarrier.arrive(out.full)
-    return it + 1, handed + 1
+    return it + 1, turns ^ 1
 
 
 @gluon.jit
-def _weight_result(s, rows, pipe, out, quarters, task, bits, waves, it, handed, LAYOUT: gl.constexpr, WG: gl.constexpr, RECOMPUTE: gl.constexpr):
-    """What becomes of a weight gradient's sums: left to the next wave, added into main_grad or handed over. Returns (it, handed).
+def _weight_result(s, rows, pipe, out, quarters, task, bits, waves, it, turns, LAYOUT: gl.constexpr, WG: gl.constexpr, RECOMPUTE: gl.constexpr):
+    """What becomes of a weight gradient's sums: left to the next wave, added into main_grad or handed over. Returns (it, turns).
 
     task = (kind, slot, tile, column, k-steps, expert)
     """
@@ -320,8 +320,8 @@ def _weight_result(s, rows, pipe, out, quarters, task, bits, waves, it, handed, 
         if steps > 0:
             _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT, WG)
     else:
-        it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
-    return it, handed
+        it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
+    return it, turns
 
 
 @gluon.jit
@@ -349,10 +349,8 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, waves, WG: gl.constexpr, 
     """
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     it = gl.program_id(0) * 0
-    handed = it
-    leads = it
-    count = it
-    bits, tile, steps, expert = pop_task(tasks, count, 4)
+    turns = it                           # one register for three counts: results handed over and leads waited for, mod 2, tasks from bit 2 on
+    bits, tile, steps, expert = pop_task(tasks, turns >> 2, 4)
     while (bits & TASK_END) == 0:
         kind, slot, column = unpack(bits, RECOMPUTE)
         route = _routes(rows, slot, tile, kind == DH, waves, QUARTER, WG, RECOMPUTE)
@@ -360,17 +358,17 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, waves, WG: gl.constexpr, 
         # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
         staggered = steps >= NUM_STAGES
         if STAGGER > 0 and WG == 1:
-            mbarrier.wait(pipe.lead.index(0), leads & 1, pred=staggered)
-            leads += staggered.to(gl.int32)
+            mbarrier.wait(pipe.lead.index(0), (turns >> 1) & 1, pred=staggered)
+            turns = turns ^ (staggered.to(gl.int32) << 1)
         idle = False
         if WG == 1:
             idle = (bits & TASK_IDLE) != 0
         if idle:
-            it, handed = _pass_through(pipe, out, kind, steps, it, handed, RECOMPUTE)
+            it, turns = _pass_through(pipe, out, kind, steps, it, turns, RECOMPUTE)
         elif RECOMPUTE and kind == Z:
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, (), WG, STAGGER, False, True)
             q0, q1, q2, q3 = _add_bias_up(s, (q0, q1, q2, q3), bias_up[0], bias_up[1], slot, column, expert, QUARTER)
-            it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+            it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
         elif kind <= DX:
             # The branches share no code on purpose: accumulators that meet behind a branch make ptxas wait after every single wgmma
             # (its message C7515; measured 0.58 of the roof instead of 0.8).
@@ -378,22 +376,22 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, waves, WG: gl.constexpr, 
             if kind == DH:
                 it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, EP, OMIT)
             else:
-                it, handed = _hand_over(q0, q1, q2, q3, pipe, out, it, handed, WG)
+                it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
         elif RECOMPUTE == Z_AGAIN and (bits & TASK_BEGUN) != 0:
             begun = tile_of_carry(s, waves[0], kind, tile, column, 1, WG)
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, begun, WG, STAGGER, True, False, True)
-            it, handed = _weight_result(s, rows, pipe, out, (q0, q1, q2, q3), (kind, slot, tile, column, steps, expert), bits, waves, it,
-                                        handed, QUARTER, WG, RECOMPUTE)
+            it, turns = _weight_result(s, rows, pipe, out, (q0, q1, q2, q3), (kind, slot, tile, column, steps, expert), bits, waves, it, turns, QUARTER,
+                                       WG, RECOMPUTE)
         else:
             q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, (), WG, STAGGER, True, False)
-            it, handed = _weight_result(s, rows, pipe, out, (q0, q1, q2, q3), (kind, slot, tile, column, steps, expert), bits, waves, it,
-                                        handed, QUARTER, WG, RECOMPUTE)
-        count += 1
-        bits, tile, steps, expert = pop_task(tasks, count, 4)
+            it, turns = _weight_result(s, rows, pipe, out, (q0, q1, q2, q3), (kind, slot, tile, column, steps, expert), bits, waves, it, turns, QUARTER,
+                                       WG, RECOMPUTE)
+        turns += 4
+        bits, tile, steps, expert = pop_task(tasks, turns >> 2, 4)
 
 
 @gluon.jit
-def _pass_through(pipe, out, kind, steps, it, handed, RECOMPUTE: gl.constexpr):
+def _pass_through(pipe, out, kind, steps, it, turns, RECOMPUTE: gl.constexpr):
     """An idle consumer's part in a task: every barrier, nothing else. A waiter that skipped a phase would mistake the next one for it."""
     for _ in range(steps):
         stage = stage_of(it)
@@ -409,9 +407,9 @@ def _pass_through(pipe, out, kind, steps, it, handed, RECOMPUTE: gl.constexpr):
     if RECOMPUTE:
         stores = stores | (kind == Z)
     if stores:
-        mbarrier.wait(out.empty, (handed & 1) ^ 1)
+        mbarrier.wait(out.empty, (turns & 1) ^ 1)
         mbarrier.wait(pipe.load_ready.index(stage_of(it)), phase_of(it))
         mbarrier.arrive(out.full)
-        handed += 1
+        turns = turns ^ 1
         it += 1
-    return it, handed
+    return it, turns

@@ -42,10 +42,11 @@ from .backward_waves import bias_blocks, biases_of_carry, rows_in_wave
 from .compat import aggregate, thread_barrier
 from .gemm import LOG2_E
 from .peers import OWN_SLOTS, peers_of, rows_at
-from .sync import add_release, fence_proxy, nap, wait_at_least
+from .sync import add_release, fence_proxy, fresh, grid_size, nap, this_cta, wait_at_least
 
 PIECE_ROWS = gl.constexpr(16)      # TILE_M / COPY_PARTS
-DOT_ROWS = gl.constexpr(8)         # rows whose dot products are formed together
+DOT_ROWS = gl.constexpr(8)         # rows whose dot products are formed together, for the gates
+SUM_ROWS = gl.constexpr(4)         # likewise for the down bias's term: with 8 the movers keep more than their 104 registers hold
 SLOT_PIECE = gl.constexpr(64)      # routes of a piece of d_topk_weights
 TICKET_TOKENS = gl.constexpr(8)
 
@@ -139,14 +140,14 @@ def _copy_piece(s, rows, source, target, piece, m, control, PEERS: gl.constexpr,
 
 
 @gluon.jit
-def _dots(left, right, there, H, NW: gl.constexpr):
-    """Dot products in fp32 of DOT_ROWS pairs of bf16 rows of length H: left, right (DOT_ROWS,) pointers, 0 where `there` is false.
+def _dots(left, right, there, H, ROWS: gl.constexpr, NW: gl.constexpr):
+    """Dot products in fp32 of ROWS pairs of bf16 rows of length H: left, right (ROWS,) pointers, 0 where `there` is false.
 
     Lane j of the warp that owns a row sums columns 8j.. of every 256, then the lanes are added as a tree: the same for any number of warps.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     columns = gl.arange(0, 256, layout=gl.SliceLayout(0, L))
-    total = gl.zeros([DOT_ROWS, 256], gl.float32, L)
+    total = gl.zeros([ROWS, 256], gl.float32, L)
     for c in range(0, H, 256):
         inside = there[:, None] & ((c + columns) < H)[None, :]
         a = gl.load(left[:, None] + (c + columns)[None, :], mask=inside, other=0.0).to(gl.float32)
@@ -160,7 +161,7 @@ def _gates(s, rows, flags, x, m, NW: gl.constexpr, DEBUG: gl.constexpr):
     """gates[i][t] = sigmoid(x[t] . gate_i) for every gated shared expert; published a piece of 16 tokens at a time."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
     lanes = gl.arange(0, DOT_ROWS, layout=gl.SliceLayout(1, L))
-    for piece in range(gl.program_id(0), s.token_tiles * COPY_PARTS, gl.num_programs(0)):
+    for piece in range(this_cta(s.T), s.token_tiles * COPY_PARTS, grid_size(s.T)):
         nap(piece + 5, DEBUG)
         for j in range(PIECE_ROWS // DOT_ROWS):
             token = piece * PIECE_ROWS + j * DOT_ROWS + lanes
@@ -168,7 +169,7 @@ def _gates(s, rows, flags, x, m, NW: gl.constexpr, DEBUG: gl.constexpr):
             for i in range(s.num_shared):
                 if ((gated(rows) >> i) & 1) != 0:
                     weight = gl.where(i == 0, m.gate_0, m.gate_1)
-                    logit = _dots(x.x + token.to(gl.int64) * x.x_stride, weight + lanes * 0, there, s.H, NW)
+                    logit = _dots(x.x + token.to(gl.int64) * x.x_stride, weight + lanes * 0, there, s.H, DOT_ROWS, NW)
                     gl.store(rows.gates + i * s.token_tiles * TILE_M + token, 1.0 / (1.0 + gl.exp2(logit * -LOG2_E)))
         thread_barrier()                     # all gates of the piece before the one thread's release (rule 1; read with ordinary loads)
         add_release(flags.gates_ready + piece // COPY_PARTS, 1)
@@ -186,24 +187,24 @@ def _slot_pieces(s, rows, flags, m, dy, NW: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     lanes = gl.arange(0, SLOT_PIECE, layout=L)
     D: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0]))
-    rows_8 = gl.arange(0, DOT_ROWS, layout=D)
+    these = gl.arange(0, SUM_ROWS, layout=D)
     num_slots = s.T * m.K
     columns = dh_columns(s, num_slots * 0 - 1)
-    for first in range(gl.program_id(0) * SLOT_PIECE, num_slots, gl.num_programs(0) * SLOT_PIECE):
+    for first in range(this_cta(s.T) * SLOT_PIECE, num_slots, grid_size(s.T) * SLOT_PIECE):
         if m.has_b_down == 0:
             slot = first + lanes
             row = gl.load(m.slot_to_row + slot, mask=slot < num_slots, other=-1)
             total = _sum_partials(s, rows, flags, num_slots * 0 - 1, columns, row, row >= 0)
             gl.store(m.d_topk_weights + slot, total, mask=slot < num_slots)
         else:
-            for j in range(SLOT_PIECE // DOT_ROWS):
-                slot = first + j * DOT_ROWS + rows_8
+            for j in range(SLOT_PIECE // SUM_ROWS):
+                slot = first + j * SUM_ROWS + these
                 row = gl.load(m.slot_to_row + slot, mask=slot < num_slots, other=-1)
                 there = row >= 0
                 total = _sum_partials(s, rows, flags, num_slots * 0 - 1, columns, row, there)
                 expert = gl.load(rows.tile_to_expert + row // TILE_M, mask=there, other=0)
                 token = gl.where(there, slot, 0) // m.K
-                total += _dots(dy.x + token.to(gl.int64) * dy.x_stride, m.b_down + expert.to(gl.int64) * s.H, there, s.H, NW)
+                total += _dots(dy.x + token.to(gl.int64) * dy.x_stride, m.b_down + expert.to(gl.int64) * s.H, there, s.H, SUM_ROWS, NW)
                 gl.store(m.d_topk_weights + slot, total, mask=slot < num_slots)
 
 
@@ -220,7 +221,7 @@ def _gate_slopes(s, rows, flags, m, NW: gl.constexpr):
     """gate_slopes[i][t] = <dy[t], y_i[t]> * gate * (1 - gate): d of the logit of every gated shared expert."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     lanes = gl.arange(0, SLOT_PIECE, layout=L)
-    for first in range(gl.program_id(0) * SLOT_PIECE, s.T, gl.num_programs(0) * SLOT_PIECE):
+    for first in range(this_cta(s.T) * SLOT_PIECE, s.T, grid_size(s.T) * SLOT_PIECE):
         token = first + lanes
         for i in range(s.num_shared):
             if ((gated(rows) >> i) & 1) != 0:
@@ -345,7 +346,7 @@ def _bias_sums(s, rows, m, dy, NW: gl.constexpr, EP: gl.constexpr):
     up_blocks = gl.where((s.wants & WANT_BIAS_UP) != 0, gl.cdiv(2 * s.I, COLUMNS), 0)
     down_blocks = gl.where((s.wants & WANT_BIAS_DOWN) != 0, gl.cdiv(s.H, COLUMNS), 0)
     blocks = up_blocks + down_blocks
-    for task in range(gl.program_id(0), m.num_experts * blocks, gl.num_programs(0)):
+    for task in range(this_cta(s.T), m.num_experts * blocks, grid_size(s.T)):
         e = task // blocks
         block = task - e * blocks
         first = gl.load(rows.expert_offsets + e).to(gl.int32)
@@ -400,7 +401,7 @@ def _gate_weight_sums(s, rows, m, x, NW: gl.constexpr):
     COLUMNS: gl.constexpr = 256 * NW
     lanes = gl.arange(0, COLUMNS, layout=L)
     blocks = gl.cdiv(s.H, COLUMNS)
-    for task in range(gl.program_id(0), s.num_shared * blocks, gl.num_programs(0)):
+    for task in range(this_cta(s.T), s.num_shared * blocks, grid_size(s.T)):
         i = task // blocks
         columns = (task - i * blocks) * COLUMNS + lanes
         inside = columns < s.H
@@ -431,15 +432,15 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
           RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """Everything that the tensor cores do not do; dy and x are where those tensors lie."""
     s = own(s)
-    grid = gl.num_programs(0)
     if gated(rows) != 0:
         _gates(s, rows, flags, x, m, NW, DEBUG)
     pieces = s.num_tiles * COPY_PARTS
     if dh_columns(s, s.T * 0 - 1) > 0:
-        for piece in range(gl.program_id(0), pieces, grid):
+        for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
             nap(piece + 11, DEBUG)
             if RECOMPUTE and OMIT & 2 == 0:
-                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
+                # fresh: the places of this copy are not kept for the next one (120 bytes of stack)
+                _copy_piece(s, rows, x, x_rows, fresh(piece), m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
                 _copy_piece(s, rows, dy, dy_rows, piece, m, flags.control, 0, COPY_ROWS_AT_ONCE, NW)
             fence_proxy(piece)               # rule 1, writer: each thread's stores before the TMA loads of whoever acquires the counter
@@ -448,7 +449,7 @@ def mover(s, rows, flags, m, dy, x, dy_rows, x_rows, COPY_ROWS_AT_ONCE: gl.const
             if RECOMPUTE:
                 add_release(_expert_pieces(s, rows, flags, piece), 1)
     if not RECOMPUTE and (s.wants & WANT_UP) != 0:
-        for piece in range(gl.program_id(0), pieces, grid):
+        for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
             nap(piece + 13, DEBUG)
             counter = _expert_pieces(s, rows, flags, piece)
             if OMIT & 2 == 0:

@@ -110,9 +110,10 @@ def make_schedule(H, I, I_0, I_1, T, num_tiles, num_experts, num_shared, group_t
 @gluon.jit
 def own(s):
     """A role's schedule, from one whose widths are in sixteenths; hidden from the compiler's hoisting (see sync.fresh), widths visible multiples of 16."""
-    return Schedule(fresh(s.H) * 16, fresh(s.I) * 16, fresh(s.I_0) * 16, fresh(s.I_1) * 16, fresh(s.T),
-                    fresh(s.num_tiles), fresh(s.token_tiles), fresh(s.group_tiles), fresh(s.shared_groups), fresh(s.pair_phases), fresh(s.num_phases),
-                    fresh(s.num_shared), fresh(s.wants))
+    T, group_tiles, num_shared = fresh(s.T), fresh(s.group_tiles), fresh(s.num_shared)
+    token_tiles = gl.cdiv(T, TILE_M)
+    return Schedule(fresh(s.H) * 16, fresh(s.I) * 16, fresh(s.I_0) * 16, fresh(s.I_1) * 16, T, fresh(s.num_tiles), token_tiles, group_tiles,
+                    num_shared * gl.cdiv(token_tiles, group_tiles), fresh(s.pair_phases), fresh(s.num_phases), num_shared, fresh(s.wants))
 
 
 @gluon.jit

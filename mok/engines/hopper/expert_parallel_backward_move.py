@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_move import (
-    DOT_ROWS,
     PIECE_ROWS,
     SLOT_PIECE,
+    SUM_ROWS,
     Source,
     _bias_sums,
     _bias_sums_of_wave,
@@ -84,9 +84,11 @@ from .sync import (
     add_release,
     fence_proxy,
     fresh,
+    grid_size,
     load_acquire,
     nap,
     report_timeout,
+    this_cta,
     wait_at_least,
 )
 from .wave_loop import count_waves, is_last, wave_index
@@ -174,7 +176,7 @@ def _push_weight_gradients(s, rows, flags, m, dy_rows, NW: gl.constexpr):
     num_rows = s.num_tiles * TILE_M
     routed = num_rows * 0 - 1
     columns = dh_columns(s, routed)
-    for first in range(gl.program_id(0) * SLOT_PIECE, num_rows, gl.num_programs(0) * SLOT_PIECE):
+    for first in range(this_cta(s.T) * SLOT_PIECE, num_rows, grid_size(s.T) * SLOT_PIECE):
         alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
         if m.has_b_down == 0:
             row = first + gl.arange(0, SLOT_PIECE, layout=L)
@@ -182,12 +184,12 @@ def _push_weight_gradients(s, rows, flags, m, dy_rows, NW: gl.constexpr):
             total = _sum_partials(s, rows, flags, routed, columns, row, there)
             gl.store(float_of(gl.load(peers_of(flags.control) + PEER_WEIGHT_SLOTS + home), slot), total, mask=there & alive)
         else:
-            for j in range(SLOT_PIECE // DOT_ROWS):
-                row = first + j * DOT_ROWS + gl.arange(0, DOT_ROWS, layout=D)
+            for j in range(SLOT_PIECE // SUM_ROWS):
+                row = first + j * SUM_ROWS + gl.arange(0, SUM_ROWS, layout=D)
                 there, home, slot = home_of(rows.row_to_slot, m.row_to_rank, row)
                 total = _sum_partials(s, rows, flags, routed, columns, row, there)
                 expert = gl.load(rows.tile_to_expert + row // TILE_M, mask=there, other=0)
-                total += _dots(dy_rows + row.to(gl.int64) * s.H, m.b_down + expert.to(gl.int64) * s.H, there, s.H, NW)
+                total += _dots(dy_rows + row.to(gl.int64) * s.H, m.b_down + expert.to(gl.int64) * s.H, there, s.H, SUM_ROWS, NW)
                 gl.store(float_of(gl.load(peers_of(flags.control) + PEER_WEIGHT_SLOTS + home), slot), total, mask=there & alive)
 
 
@@ -196,7 +198,7 @@ def _take_weight_gradients(s, flags, m, NW: gl.constexpr):
     """d_topk_weights[t, k] from its slot, where its expert's rank has put it; 0 for a route without expert."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     num_slots = s.T * m.K
-    for first in range(gl.program_id(0) * SLOT_PIECE, num_slots, gl.num_programs(0) * SLOT_PIECE):
+    for first in range(this_cta(s.T) * SLOT_PIECE, num_slots, grid_size(s.T) * SLOT_PIECE):
         slot = first + gl.arange(0, SLOT_PIECE, layout=L)
         row = gl.load(m.slot_to_row + slot, mask=slot < num_slots, other=-1)
         total = gl.load(float_of(gl.load(peers_of(flags.control) + OWN_WEIGHT_SLOTS), slot), mask=row >= 0, other=0.0)
@@ -211,7 +213,7 @@ def _push_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
     if (s.wants & WANT_X) != 0:
         wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
         thread_barrier()                      # rule 2, reader without TMA, as everywhere in these sums
-        for piece in range(gl.program_id(0), s.num_tiles * COPY_PARTS, gl.num_programs(0)):
+        for piece in range(this_cta(s.T), s.num_tiles * COPY_PARTS, grid_size(s.T)):
             nap(piece + 17, DEBUG)
             alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
             push_rows(s, m.dx, m.results, rows.row_to_slot, m.row_to_rank, flags.control, piece, alive, VECTORS, NW)
@@ -225,7 +227,7 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
     _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
     sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
     # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
-    if (sent == gl.num_programs(0) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
+    if (sent == grid_size(s.T) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
         signal_all(flags.control, GRADS_SENT, epoch)
     wait_for_all(flags.control, GRADS_SENT, epoch, WAIT_PEER_SENT, True)
     thread_barrier()
@@ -238,19 +240,19 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_
     s = own(s)
     if RECOMPUTE == Z_AGAIN and wave_index(waves[0].wave, NW) == 0:
         count_waves(flags.control, waves[0].wave)
-    grid = gl.num_programs(0)
     if gated(rows) != 0:
         _gates(s, rows, flags, x, m, NW, DEBUG)
     wait_for_all(flags.control, GRADS_READY, _epoch(flags.control), WAIT_PEER_GRADS)
-    if gl.program_id(0) == 0:
+    if this_cta(s.T) == 0:
         _compare_passes(flags.control, number)
     thread_barrier()
     pieces = s.num_tiles * COPY_PARTS
     if _pulls_dy(s):
-        for piece in range(gl.program_id(0), pieces, grid):
+        for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
             nap(piece + 11, DEBUG)
             if RECOMPUTE and OMIT & 2 == 0 and _pulls_x(s, RECOMPUTE):
-                _copy_piece(s, rows, x, x_rows, piece, m, flags.control, PEER_X, COPY_ROWS_AT_ONCE, NW)
+                # fresh: the places of this copy are not kept for the next one (120 bytes of stack)
+                _copy_piece(s, rows, x, x_rows, fresh(piece), m, flags.control, PEER_X, COPY_ROWS_AT_ONCE, NW)
             if OMIT & 1 == 0:
                 _copy_piece(s, rows, x, dy_rows, piece, m, flags.control, PEER_DY, COPY_ROWS_AT_ONCE, NW)
             _pull_weights(rows, m, flags.control, piece, NW)
@@ -260,7 +262,7 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_
             if RECOMPUTE:
                 add_release(_expert_pieces(s, rows, flags, piece), 1)
     if not RECOMPUTE and (s.wants & WANT_UP) != 0:
-        for piece in range(gl.program_id(0), pieces, grid):
+        for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
             nap(piece + 13, DEBUG)
             counter = _expert_pieces(s, rows, flags, piece)
             if OMIT & 2 == 0:

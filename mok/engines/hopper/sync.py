@@ -184,6 +184,18 @@ def fresh_long(value):
 
 
 @gluon.jit
+def this_cta(anchor):
+    """gl.program_id(0), read anew: read once, before the roles, it is kept through all of them (see `fresh`)."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x; // $1", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def grid_size(anchor):
+    """gl.num_programs(0), read anew as `this_cta` is."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x; // $1", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def nap(seed, DEBUG: gl.constexpr):
     """Debug only: sleep 0 to 8 us, from a hash of `seed`, so that roles meet in orders that timing alone would never give."""
     if DEBUG:
