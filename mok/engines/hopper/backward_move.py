@@ -372,7 +372,7 @@ def _bias_sums_of_wave(s, rows, m, dy, carry, NW: gl.constexpr):
     lanes = gl.arange(0, COLUMNS, layout=L)
     up_blocks, down_blocks = bias_blocks(s, COLUMNS)
     blocks = up_blocks + down_blocks
-    for task in range(gl.program_id(0), m.num_experts * blocks, gl.num_programs(0)):
+    for task in range(this_cta(s.T), m.num_experts * blocks, grid_size(s.T)):
         e = task // blocks
         block = task - e * blocks
         count, first, marks = rows_in_wave(rows.expert_offsets, rows.tokens_per_expert, e, carry.wave, e >= 0, NW)

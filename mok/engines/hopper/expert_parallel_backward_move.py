@@ -284,7 +284,7 @@ def _end_wave(s, rows, flags, m, dy_rows, carry, VECTORS: gl.constexpr, NW: gl.c
     _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         add_release(flags.x_ready + m.num_experts + 1, 1)
-        wait_at_least(flags.x_ready + m.num_experts + 1, gl.num_programs(0), flags.control, WAIT_WAVE, s.num_tiles)     # all rows of dy have been pulled
+        wait_at_least(flags.x_ready + m.num_experts + 1, grid_size(s.T), flags.control, WAIT_WAVE, s.num_tiles)     # all rows of dy have been pulled
         thread_barrier()
         _bias_sums_of_wave(s, rows, m, Source(dy_rows, s.H), carry, NW)
 
