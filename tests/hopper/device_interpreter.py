@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FILES = ("sync", "tasks", "peers", "wave_loop", "gemm", "move", "expert_parallel_move", "expert_parallel_plan", "backward_tasks", "backward_pipe",
-         "backward_move", "expert_parallel_backward_move")
+         "backward_waves", "backward_move", "expert_parallel_backward_move")
 ROOT = Path(__file__).parents[2] / "mok" / "engines" / "hopper"
 PACKAGE = "mok_interpreted.engines.hopper"
 SIZES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "i1": 1}

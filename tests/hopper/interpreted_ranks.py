@@ -226,7 +226,7 @@ class Simulation:
                 part, first = s, number["0"]
                 if waves:
                     if wave > 0:
-                        loop.next_wave(flags.counters, 16, 16 + 5 * CAPACITY, wave, control)
+                        loop.next_wave(flags.counters + loop.SET_WAVES, flags.counters, 16 + 5 * CAPACITY, wave, control, 0, 16)
                     loop.set_wave(w, wave)
                     part, first = loop.schedule_of_wave(s, w, 4), loop.first_tile(w, 4)
                 here, done = tokens(first * TILE), multiplied[int(wave)]

@@ -13,7 +13,7 @@ from .backward_pipe import (
     TASK_COLUMN,
     TASK_END,
     TASK_IDLE,
-    TASK_UNFINISHED,
+    TASK_MARKS,
     TASK_Z,
     WAIT_ALL_DH,
     WAIT_DY,
@@ -54,8 +54,6 @@ from .backward_waves import rows_in_wave
 from .compat import tma_load
 from .gemm import SET_TASKS, second_half_is_padding
 from .sync import apart, fence_proxy, load_acquire, nap, take_ticket, wait_at_least
-
-TASK_MARKS = gl.constexpr(TASK_BEGUN.value | TASK_UNFINISHED.value)
 
 
 @gluon.jit

@@ -304,9 +304,12 @@ def finish_dx(s, rows, flags, m, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl
 
 
 @gluon.jit
-def _column_sums(acc, source, stride, first, count, columns, inside, weights, route, K, WEIGHTED: gl.constexpr, L: gl.constexpr):
-    """acc and then, in order, rows first..first+count-1: source[row] (fp32); WEIGHTED 1: of weights[slot] * source[token of slot], slot = route[row];
-    2: of weights[row] * source[row]."""
+def _column_sums(source, stride, first, count, columns, inside, weights, route, K, start, WEIGHTED: gl.constexpr, STARTED: gl.constexpr, L: gl.constexpr):
+    """Sum over rows first..first+count-1, in order, of source[row] (fp32), from +0 or, if STARTED, from `start`; WEIGHTED 1: of weights[slot] * source[token
+    of slot], slot = route[row]; 2: of weights[row] * source[row]."""
+    acc = columns.to(gl.float32) * 0.0
+    if STARTED:
+        acc = start
     for r in range(0, count, 4):
         v0, w0 = _weighted_row(source, stride, first + r, r < count, columns, inside, weights, route, K, WEIGHTED)
         v1, w1 = _weighted_row(source, stride, first + r + 1, r + 1 < count, columns, inside, weights, route, K, WEIGHTED)
@@ -354,13 +357,12 @@ def _bias_sums(s, rows, m, dy, NW: gl.constexpr, EP: gl.constexpr):
         if block < up_blocks:
             columns = block * COLUMNS + lanes
             inside = columns < 2 * s.I
-            acc = _column_sums(columns.to(gl.float32) * 0.0, m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 0, L)
+            acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, (), 0, False, L)
             gl.store(m.db_up + e.to(gl.int64) * (2 * s.I) + columns, acc.to(gl.bfloat16), mask=inside)
         else:
             columns = (block - up_blocks) * COLUMNS + lanes
             inside = columns < s.H
-            acc = _column_sums(columns.to(gl.float32) * 0.0, dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K,
-                               1 + EP, L)
+            acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, (), 1 + EP, False, L)
             gl.store(m.db_down + e.to(gl.int64) * s.H + columns, acc.to(gl.bfloat16), mask=inside)
 
 
@@ -383,9 +385,9 @@ def _bias_sums_of_wave(s, rows, m, dy, carry, NW: gl.constexpr):
             place = gl.where(is_up, 0, 2 * s.I) + columns
             acc = gl.load(biases_of_carry(s, carry, 1, NW) + place, mask=inside & ((marks & TASK_BEGUN) != 0), other=0.0)
             if is_up:
-                acc = _column_sums(acc, m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 0, L)
+                acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, acc, 0, True, L)
             else:
-                acc = _column_sums(acc, dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 2, L)
+                acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, acc, 2, True, L)
             if (marks & TASK_UNFINISHED) != 0:
                 gl.store(biases_of_carry(s, carry, 0, NW) + place, acc, mask=inside)
             elif is_up:

@@ -124,6 +124,7 @@ TASK_IDLE, TASK_END, TASK_COLUMN = gl.constexpr(16), gl.constexpr(32), gl.conste
 TASK_Z = gl.constexpr(1 << 30)           # with RECOMPUTE: the kind is Z, and bits 0-1 are zero
 TASK_BEGUN = gl.constexpr(1 << 28)       # with waves, of a weight gradient: its sums begin with what the wave before left
 TASK_UNFINISHED = gl.constexpr(1 << 29)  # likewise: its sums are left to the next wave
+TASK_MARKS = gl.constexpr(3 << 28)       # both
 QUEUE = gl.constexpr(4)
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from .compat import aggregate, thread_barrier
 from .peers import peer_count, peers_of
 from .sync import (
+    CONTROL_ABORT,
     CONTROL_MOST_WAVES,
     CONTROL_PASSES,
     CONTROL_PASSES_EXCEEDED,
@@ -19,6 +20,7 @@ from .sync import (
     WAIT_WAVE,
     add_release,
     fence_proxy,
+    load_acquire,
     wait_at_least,
 )
 from .tasks import Schedule
@@ -122,12 +124,14 @@ def meet(arrivals, times, control):
 def next_wave(arrivals, counters, words, wave, control, KEPT_FROM: gl.constexpr, KEPT_TO: gl.constexpr):
     """Before wave `wave` = 1, 2, ...: once all CTAs have finished the wave before it, its counters are zeroed (rule 5).
 
-    They are `words` words, but for KEPT_FROM to KEPT_TO - 1: what the end of the launch uses. After an abort nobody waits, and what the counters hold does
-    not matter.
+    They are `words` words, but for KEPT_FROM to KEPT_TO - 1: what the end of the launch uses. After an abort nobody waits, and nobody zeroes either: a CTA
+    that still takes tasks of the wave before would get places that it has had. (Who has not seen the flag here has not been let through by it, nor by
+    the arrival of one that was: so all have arrived.) What the counters hold does not matter then.
     """
     meet(arrivals, 2 * wave - 1, control)
+    alive = load_acquire(control + CONTROL_ABORT) == 0
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     for i in range(gl.program_id(0) * 128, words, gl.num_programs(0) * 128):
         at = i + lanes
-        gl.store(counters + at, lanes * 0, mask=(at < words) & ((at < KEPT_FROM) | (at >= KEPT_TO)))
+        gl.store(counters + at, lanes * 0, mask=(at < words) & ((at < KEPT_FROM) | (at >= KEPT_TO)) & alive)
     meet(arrivals, 2 * wave, control)
