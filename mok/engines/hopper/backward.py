@@ -309,6 +309,7 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
                         main_up, main_down, activation, limit)
             sums = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1,
                         d_gate_0, d_gate_1, gate_slopes, K, E, row_to_rank + begin * TILE_M)
+            thread_barrier()                             # what these read came through memory that the roles' arguments are about to fill
             _run_roles(part, rows, flags, (here, sums), memory, bias_up, load_descs, store_descs, shared_results_row, (z_again_desc, shared_z_0, shared_z_1),
                        sources, waves, SETTINGS)
             wave = wave_index(w, 4) + 1

@@ -232,6 +232,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
             first_row = first_tile(w, 4) * BLOCK_M
             here = Tokens(out, results, row_to_slot + first_row, slot_to_row, topk_weights, order, x, x_stride_8, gate_0, gate_1, gated,
                           shared_results_row, K, row_to_rank + first_row, epoch + 1)
+            thread_barrier()                             # what these read came through memory that the roles' arguments are about to fill
             _run_roles(s, flags, t, (schedule_of_wave(s, w, 4), here, tile_to_expert + first_tile(w, 4)), memory, biases, activation, limit, load_descs,
                        store_descs, ring, tile_to_expert, w, SETTINGS)
             wave = wave_index(w, 4) + 1
