@@ -240,6 +240,8 @@ class FusedGroup:
 
     def wave_counts(self) -> WaveCounts:
         """What this group's launches have counted on this rank; waits for those in flight."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
         return WaveCounts(*self.launch.state[12:16].tolist())
 
     def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:
