@@ -118,6 +118,18 @@ def test_two_layers_and_a_second_backward_of_one_forward():
     simulation.check_gradients()
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_waves_end_where_a_rank_stays_away(kind):
+    """The launch aborts in its first wave; the others run on without waiting, nobody hangs, and the rank is named."""
+    world = BackwardWorld(2, 4, 2, [[200, 150], [150, 200]], wave_tiles=[1, 1])
+    simulation = BackwardSimulation(world, passes=[(kind, 0), (kind, 1)], absent=(1, 1), limit_ms=700)
+    simulation.run()
+    assert not simulation.problems, simulation.problems
+    found = simulation.out if kind == "forward" else {key: grads[0] for key, grads in simulation.grads.items()}
+    assert np.isnan(found[1, 0]).all() and not np.isnan(found[0, 0]).any()
+    assert [(rank, tile) for rank, _, tile, _, _ in simulation.reports] == [(0, 1)]
+
+
 MOVE, WAVES, LOOP = "expert_parallel_backward_move", "backward_waves", "wave_loop"
 BACKWARD_FAULTS = {
     "sums are not handed on": (WAVES, "_copy_of_carry(carry.sums, s.H, s.I, wave + BACK)", "_copy_of_carry(carry.sums, s.H, s.I, wave)", BIAS_UP),
