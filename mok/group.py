@@ -38,7 +38,7 @@ class ExpertGroup:
 
     capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through
     them again in further waves; None = room for the worst case. Nothing is dropped and no bit changes; `wave_counts` says how often it
-    happened. The same on all ranks; on CPUs only.
+    happened. The same on all ranks; on GPUs only inside the launches, where the balanced load is that of max_tokens on every rank.
 
     Raises ValueError naming a wrong argument.
     """
@@ -58,7 +58,7 @@ class ExpertGroup:
         if capacity_factor is not None:
             check_number("capacity_factor", capacity_factor, positive=True)
         self.capacity_factor = capacity_factor
-        self.wave_counts = WaveCounts()
+        self._wave_counts = WaveCounts()
         self.process_group = process_group
         self.timeout_s = timeout_s
         if not dist.is_initialized():
@@ -68,9 +68,14 @@ class ExpertGroup:
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
         self._calls = 0
         self._forwards: dict[int, tuple[int, StorageWeakRef]] = {}        # address of a plan's offsets -> the call that made the plan, and its memory
-        bounded = capacity_factor is not None                       # the launches' buffers have room for the worst case alone
-        self.fused = make_fused_group(self.fabric, given, device, timeout_s) if given and not bounded else None     # communicates inside the launches
+        bound: dict[str, Any] = {} if capacity_factor is None else {"capacity_factor": capacity_factor}
+        self.fused = make_fused_group(self.fabric, {**given, **bound}, device, timeout_s) if given else None        # communicates inside the launches
         runtime.groups[self.key] = self
+
+    @property
+    def wave_counts(self) -> WaveCounts:
+        """How often the bounded capacity was exceeded. Inside the launches kernels count; this waits for those in flight then."""
+        return self._wave_counts if self.fused is None or self.capacity_factor is None else self.fused.wave_counts()
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, **settings: Any) -> ExpertGroup:

@@ -4,7 +4,8 @@
     PYTHONPATH=. python3 runs/warm_up.py --select ranks       those whose name holds a word
     PYTHONPATH=. python3 runs/warm_up.py --one backward_geglu one of them, in this process
 
-Launches nothing. `debug`: variants of the tests in which roles sleep at random. `ranks`: several ranks that share a device; `cooperative`: one on each.
+Launches nothing. `debug`: variants of the tests in which roles sleep at random. `ranks`: several ranks that share a device; `cooperative`: one on each;
+`waves`: groups with a capacity_factor.
 """
 from __future__ import annotations
 
@@ -29,24 +30,24 @@ from mok.plan import empty_plan
 OPTIONS = {"swiglu": PassOptions(), "clamped": PassOptions(swiglu_limit=7.0), "geglu": PassOptions("geglu"), "reglu": PassOptions("reglu")}
 NAMES = [*(f"forward_{save}_movers{warps}{debug}" for save in ("train", "no_grad") for warps in MOVER_WARPS for debug in ("", "_debug")),
          *(f"backward_{name}" for name in VARIANTS), "backward_swiglu_debug", "backward_swiglu_recompute",
-         *(f"forward_{save}_ranks{kind}" for save in ("train", "no_grad") for kind in ("", "_debug", "_cooperative")),
+         *(f"forward_{save}_ranks{kind}" for save in ("train", "no_grad") for kind in ("", "_debug", "_cooperative", "_waves", "_waves_debug")),
          *(f"backward_{name}_ranks" for name in VARIANTS), "backward_swiglu_ranks_debug", "backward_swiglu_ranks_cooperative",
-         "backward_swiglu_ranks_recompute"]
+         "backward_swiglu_ranks_recompute", "backward_swiglu_ranks_waves", "backward_swiglu_ranks_waves_debug"]
 
 
 def compile_one(name: str) -> None:
     """Compile and load one variant as its launch would."""
     words = name.split("_")
-    debug, ranks = "debug" in words, "ranks" in words
+    debug, ranks, waves = "debug" in words, "ranks" in words, "waves" in words
     H = I = 64
     x = torch.zeros(1, H, device="cuda", dtype=torch.bfloat16)
     tensors = MoETensors(x, torch.zeros(1, 1, device="cuda"), x.new_zeros(1, 2 * I, H), x.new_zeros(1, H, I))
     plan = empty_plan(torch.zeros(1, 1, dtype=torch.int32, device="cuda"), 1, launch.TILE)
     state, capacity = launch_state(x.device, 64)
-    group = GroupLaunch(state, capacity, 1, not ranks or "cooperative" in words, 1.0)
+    group = GroupLaunch(state, capacity, 1, not ranks or "cooperative" in words, 1.0, 1 if waves else None)
     if words[0] == "forward":
         save = words[1] == "train"
-        forward = ForwardConfig(save, 1 if "movers1" in words else 2, ranks, debug=debug)
+        forward = ForwardConfig(save, 1 if "movers1" in words else 2, ranks, waves, debug=debug)
         launch.load(plan, tensors, PassOptions(save_for_backward=save), forward, group)
         return
     options = OPTIONS[words[1]]

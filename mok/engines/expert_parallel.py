@@ -33,7 +33,7 @@ def build_group_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signa
     lowest, highest = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (-1, -1)
     error = f"topk_ids holds {lowest} and must hold -1 or expert ids from 0" if lowest < -1 else None
     if group.capacity_factor is not None and topk_ids.device.type != "cpu":
-        error = f"capacity_factor={group.capacity_factor} must be None on {topk_ids.device}: waves run on CPUs only"
+        error = f"capacity_factor={group.capacity_factor} must be None on {topk_ids.device}: over the process group waves run on CPUs only"
     counts = count_ids(ids, highest + 1).tolist() if highest < _COUNTS_IN_HANDSHAKE else None
     agreed = {"pass": "forward", "capacity_factor": group.capacity_factor, **signature}
     facts = group.handshake(agreed, error=error, tokens=T, experts=num_local_experts, highest=highest, counts=counts)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FILES = ("sync", "tasks", "gemm", "peers", "move", "expert_parallel_move", "expert_parallel_plan", "backward_tasks", "backward_pipe", "backward_move",
-         "expert_parallel_backward_move")
+FILES = ("sync", "tasks", "peers", "wave_loop", "gemm", "move", "expert_parallel_move", "expert_parallel_plan", "backward_tasks", "backward_pipe",
+         "backward_waves", "backward_move", "expert_parallel_backward_move")
 ROOT = Path(__file__).parents[2] / "mok" / "engines" / "hopper"
 PACKAGE = "mok_interpreted.engines.hopper"
 SIZES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "i1": 1}
@@ -222,6 +222,19 @@ class Block:
     __radd__, __rmul__, __rand__, __ror__ = __add__, __mul__, __and__, __or__
 
 
+class SharedWords:
+    """Shared memory of one CTA, as few words as a test makes it."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.a = np.full(count, -1, np.int32)
+
+    def store(self, value: Block) -> None:
+        self.a[:] = value.a
+
+    def load(self, layout: Any) -> Block:
+        return Block(self.a.copy(), "i32")
+
+
 class ConstInt(int):
     value = property(int)
 
@@ -268,6 +281,10 @@ class Language(types.ModuleType):
     @staticmethod
     def zeros(shape: Any, kind: str, layout: Any = None) -> Block:
         return Block(np.zeros([int(n) for n in shape]), kind)
+
+    @staticmethod
+    def full(shape: Any, value: Any, kind: str, layout: Any = None) -> Block:
+        return Block(np.full([int(n) for n in shape], raw(value)), kind)
 
     @staticmethod
     def cast(value: Any, kind: str) -> Block:

@@ -4,13 +4,14 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from device_interpreter import round_bf16
+from device_interpreter import SharedWords, round_bf16
 from interpreted_ranks import CAPACITY, GRID, TILE, H, Simulation, World
 
 from mok.plan import experts_of_rank
 
 I = 48
 X, TOPK, UP, DOWN, BIAS_UP, BIAS_DOWN = 1, 2, 4, 8, 16, 32
+CARRY_TILES = 2 * 1 * 2 + 3 * 1                             # tiles of 128 x 256 of both weight gradients
 ALL = X | TOPK | UP | DOWN | BIAS_UP | BIAS_DOWN
 COLUMNS = -(-H // 256)                                      # column tiles of H, that is DX tasks of a row tile; I has one
 
@@ -97,22 +98,26 @@ class BackwardSimulation(Simulation):
         world, gl, m = self.world, self.gl, self.modules
         T, K, plan = world.tokens[n][rank], world.K, world.plans(n)[rank]
         first, experts = experts_of_rank(world.E, world.W, rank)
+        waves = world.wave_tiles is not None
         count, rows = int(world.shared), plan.num_rows
+        if world.wave_tiles is not None:
+            rows = min(rows, world.wave_tiles[rank] * TILE)
         token_rows = count * -(-T // TILE) * TILE
         words, control = self.controls[rank]
         words[16:], words[0] = 0, epoch                                      # as the start of the launch leaves them
         sizes = {"dy_rows": rows * H, "x_rows": rows * H, "dz": rows * 2 * I, "results": (rows + token_rows) * H, "dx": T * H, "db_up": experts * 2 * I,
                  "db_down": experts * H}
-        wide = {"row_weights": rows, "partials": rows + token_rows, "d_topk": T * K}
+        wide = {"row_weights": rows, "partials": rows + token_rows, "d_topk": T * K, "carry": 2 * (CARRY_TILES * TILE * 256 + 2 * I + H)}
         arrays = {name: np.full(size, np.nan, np.float32) for name, size in (sizes | wide).items()}
         given = {"dy": world.dy[n, rank], "x": world.x[n, rank], "b_down": world.bias[first:first + experts]}
-        maps = {name: getattr(plan, name) for name in ("row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "tokens_per_expert")}
+        maps = {name: getattr(plan, name) for name in ("row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "tokens_per_expert", "num_tiles")}
         with self.memory.lock:
             p = {name: self.memory.allocate(values, "f32" if name in wide else "bf16") for name, values in arrays.items()}
             p |= {name: self.memory.allocate(values.reshape(-1), "bf16") for name, values in given.items()}
             p |= {name: self.memory.allocate(values.numpy(), "i32") for name, values in maps.items()}
             p["expert_offsets"] = self.memory.allocate(plan.expert_offsets.numpy(), "i64")
             p["weights"] = self.memory.allocate(world.weights[n, rank].reshape(-1), "f32")
+            p["table"] = self.memory.allocate(self._wave_table(n).reshape(-1), "i32") if waves else p["num_tiles"]
 
         def number(value: int):
             return gl.cast(value, "i32")
@@ -122,27 +127,52 @@ class BackwardSimulation(Simulation):
         own = m["backward_tasks"].own(s)
         capacity = rows // TILE
         gates_ready = control + 32 + 2 * capacity + count * -(-T // TILE)
-        again = (1 + capacity + count * -(-T // TILE)) * self.recompute
+        again = (1 + capacity + count * -(-T // TILE)) * (self.recompute or waves)
         flags = m["backward_pipe"].BackwardFlags(control + 16, control + 32, control + 32 + capacity, gates_ready, gates_ready + -(-T // TILE) + again, control,
                                                  number(capacity))
-        assert 2 * capacity + 2 * -(-T // TILE) + again + experts + 2 <= 5 * CAPACITY
+        assert 2 * capacity + 2 * -(-T // TILE) + again + experts + 3 <= 5 * CAPACITY
         x = m["backward_move"].Source(p["x"], number(H))
         zero = number(0)
-        of_rows = m["backward_pipe"].Rows(p["tile_to_expert"], p["expert_offsets"], p["tokens_per_expert"], p["row_to_slot"], p["row_weights"],
-                                          p["partials"], zero, p["partials"], p["partials"], p["partials"], zero, zero)
-        sums = m["backward_move"].Sums(p["dx"], p["results"], number(rows), p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"], p["db_up"],
-                                       p["db_down"], p["x"], p["x"], p["x"], p["x"], p["partials"], number(K), number(experts), p["row_to_rank"])
+        recompute = 2 if waves else self.recompute
         pass_number = number(self.numbers.get((epoch - 1, rank), 40 + n))
 
-        def mover() -> None:
-            time.sleep(self.slow * (gl.local.program > 0))
-            m["expert_parallel_backward_move"].stage_gradients(own, flags, p["dy"], number(H // 8), p["x"], number(H // 8), p["weights"], number(K),
-                                                               number(experts), pass_number, p["results"], 1, self.recompute, 1)
-            m["expert_parallel_backward_move"].group_mover(s, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, 8, 1, 2,
-                                                           self.recompute, 0, 1)
+        def share(first_row) -> tuple:
+            """(Rows, Sums) from a row of the plan on."""
+            of_rows = m["backward_pipe"].Rows(p["tile_to_expert"] + first_row // TILE, p["expert_offsets"], p["tokens_per_expert"],
+                                              p["row_to_slot"] + first_row, p["row_weights"], p["partials"], zero,
+                                              p["partials"], p["partials"], p["partials"], zero, zero)
+            return of_rows, m["backward_move"].Sums(p["dx"], p["results"], number(rows), p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"],
+                                                    p["db_up"], p["db_down"], p["x"], p["x"], p["x"], p["x"], p["partials"], number(K), number(experts),
+                                                    p["row_to_rank"] + first_row)
 
-        gemm = (0, GRID, self._gemms, (n, rank, plan, flags, own, arrays, rows))
-        self._together(rank, [gemm, *((c, GRID, mover, ()) for c in range(GRID))])
+        def cta() -> None:
+            """What the kernel does around its roles, of which there are movers and, once, GEMMs."""
+            program, loop, mover = int(gl.local.program), m["wave_loop"], m["expert_parallel_backward_move"]
+            time.sleep(self.slow * (program > 0))
+            mover.stage_gradients(own, flags, p["dy"], number(H // 8), p["x"], number(H // 8), p["weights"], number(K), number(experts), pass_number,
+                                  p["results"], 1, recompute != 0, 1)
+            w = loop.Wave(SharedWords(), p["num_tiles"], number(capacity), p["table"])
+            carry, wave = m["backward_waves"].Carry(w, p["carry"]), zero
+            while wave < (loop.waves_of(gl.load(p["num_tiles"]), number(capacity)) if waves else 1):
+                part, first_row = s, zero
+                if waves:
+                    if wave > 0:
+                        words_used = flags.x_ready.a - flags.totals.a
+                        loop.next_wave(flags.x_ready + experts + 2, flags.totals, number(int(words_used) // 4 + experts + 2), wave, control, 3, 15)
+                    loop.set_wave(w, wave)
+                    part = m["backward_waves"].backward_schedule_of_wave(tuple(map(number, (H // 16, I // 16, I // 16, I // 16))), number(T), number(count),
+                                                                         number(2), number(self.wants), p["tile_to_expert"], p["expert_offsets"],
+                                                                         number(experts), w, 4)
+                    first_row = loop.first_tile(w, 4) * TILE
+                of_rows, sums = share(first_row)
+                roles = [(program, GRID, mover.group_mover, (part, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, (carry,), 8, 1, 2,
+                                                             recompute, 0, 1))]
+                if program == 0:
+                    roles.append((0, GRID, self._gemms, (n, rank, plan, flags, m["backward_tasks"].own(part), arrays, rows, int(first_row), recompute)))
+                self._together(rank, roles)
+                wave = wave + 1
+
+        self._together(rank, [(c, GRID, cta, ()) for c in range(GRID)])
         if words[2]:                                                          # aborted: what the poisoning and tell_abort do
             for name in ("dx", "d_topk", "db_up", "db_down"):
                 arrays[name][:] = np.nan
@@ -151,19 +181,21 @@ class BackwardSimulation(Simulation):
         self.grads[epoch - 1, rank] = (arrays["dx"].reshape(T, H), arrays["d_topk"].reshape(T, K), arrays["db_up"].reshape(experts, 2 * I),
                                        arrays["db_down"].reshape(experts, H))
 
-    def _gemms(self, n: int, rank: int, plan, flags, s, arrays: dict, rows: int) -> None:
+    def _gemms(self, n: int, rank: int, plan, flags, s, arrays: dict, rows: int, begin: int, recompute: int) -> None:
         """Producer, consumers and storer of all CTAs: their waits, checks of every row that they would load, and their results and counters."""
         world, m = self.world, self.modules
         first, experts = experts_of_rank(world.E, world.W, rank)
         dy_rows, x_rows, results = (arrays[name].reshape(-1, H) for name in ("dy_rows", "x_rows", "results"))
         wait, add, pipe = m["sync"].wait_at_least, self.gl.atomic_add, m["backward_pipe"]
-        slot, home = plan.row_to_slot.numpy(), plan.row_to_rank.numpy()
+        slot, home = (part.numpy()[begin:] for part in (plan.row_to_slot, plan.row_to_rank))
+        experts_of_tiles = plan.tile_to_expert.numpy()[begin // TILE:]
 
         def compare(what: str, found: np.ndarray, wanted: np.ndarray, row: int) -> None:
             if not self.controls[rank][0][2] and not np.array_equal(found, wanted):
-                self.fail(f"problem {n}, rank {rank}: {what} of row {row} is not what its home has")
+                self.fail(f"problem {n}, rank {rank}: {what} of row {begin + row} is not what its home has")
 
-        tiles = int(plan.num_tiles)
+        tiles, shared = int(s.num_tiles), int(s.num_shared)
+        again = int(m["backward_tasks"].z_columns(s, s.T * 0 - 1, recompute)) if recompute else 0
         if int(m["backward_tasks"].dh_columns(s, s.T * 0 - 1)):
             for tile in range(tiles):
                 wait(flags.dy_ready + tile, 8, flags.control, 11, tile)
@@ -172,15 +204,15 @@ class BackwardSimulation(Simulation):
                     there = slot[row] >= 0
                     dy = world.dy[n, home[row]][slot[row] // world.K] if there else np.zeros(H, np.float32)
                     compare("dy", dy_rows[row], dy, row)
-                    if self.recompute:
+                    if again:
                         compare("x", x_rows[row], world.x[n, home[row]][slot[row] // world.K] if there else np.zeros(H, np.float32), row)
                     compare("the weight", arrays["row_weights"][row], world.weights[n, home[row]].reshape(-1)[slot[row]] if there else np.float32(0), row)
-                    dz, dx, part = world.row(first + int(plan.tile_to_expert[tile]), dy_rows[row], arrays["row_weights"][row])
+                    dz, dx, part = world.row(first + int(experts_of_tiles[tile]), dy_rows[row], arrays["row_weights"][row])
                     arrays["dz"].reshape(-1, 2 * I)[row], arrays["partials"][row] = dz, part
                     if self.wants & X:
                         results[row] = dx
                 add(flags.totals + pipe.DH_DONE, 1)
-        if world.shared and self.wants & X:
+        if shared and self.wants & X:
             for t, dy in enumerate(world.dy[n, rank]):
                 results[rows + t] = world.row(world.E, dy, np.float32(1))[1]
             add(flags.totals + pipe.DH_DONE, -(-world.tokens[n][rank] // TILE))
@@ -191,14 +223,14 @@ class BackwardSimulation(Simulation):
             for tile in range(tiles):
                 results[tile * TILE:(tile + 1) * TILE] = finished[tile * TILE:(tile + 1) * TILE]
                 add(flags.totals + pipe.DX_DONE, COLUMNS)
-            add(flags.totals + pipe.DX_DONE, int(world.shared) * -(-world.tokens[n][rank] // TILE) * COLUMNS)
+            add(flags.totals + pipe.DX_DONE, shared * -(-world.tokens[n][rank] // TILE) * COLUMNS)
         if self.wants & UP:
             for expert in range(experts):
-                count, begin = int(plan.tokens_per_expert[expert]), int(plan.expert_offsets[expert])
-                wait(flags.x_ready + expert, -(-count // TILE) * 8, flags.control, 15, expert)
-                for row in range(begin, int(plan.expert_offsets[expert + 1])):
-                    x = world.x[n, home[row]][slot[row] // world.K] if slot[row] >= 0 else np.zeros(H, np.float32)
-                    compare("x", x_rows[row], x, row)
+                offset = int(plan.expert_offsets[expert]) - begin
+                here = range(max(offset, 0), min(offset + int(plan.tokens_per_expert[expert]), rows))
+                wait(flags.x_ready + expert, -(-len(here) // TILE) * 8, flags.control, 15, expert)
+                for row in here:
+                    compare("x", x_rows[row], world.x[n, home[row]][slot[row] // world.K], row)
 
     def check_gradients(self) -> None:
         """Everything ran, nothing was reported, and every gradient has the expected bits."""

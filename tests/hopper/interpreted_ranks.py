@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from device_interpreter import Interrupted, Memory, load, round_bf16
+from device_interpreter import Interrupted, Memory, SharedWords, load, round_bf16
 
 from mok.fabric.flag_page import MAX_RANKS, page_bytes
 from mok.plan import RoutingPlan, count_ids, experts_of_rank, plan_capacity
+from mok.waves import WaveCounts, waves_needed
 
 TILE, H, GRID, CAPACITY, RING = 128, 272, 2, 64, 2          # H: a tail, and two column tiles, so that two down tasks finish a row tile
 SECONDS = 15.0
@@ -31,6 +32,7 @@ class World:
     shared: bool = False
     skew: bool = False
     max_tokens: int = 0
+    wave_tiles: list[int] | None = None                      # row tiles of each rank's buffers; None = room for the worst case
     ids: dict = field(default_factory=dict)
     x: dict = field(default_factory=dict)
     weights: dict = field(default_factory=dict)
@@ -79,8 +81,9 @@ class Simulation:
 
     def __init__(self, world: World, mutations: dict | None = None, absent: tuple[int, int] | None = None, delays: dict | None = None,
                  signatures: dict | None = None, limit_ms: int = 60_000, launch: bool = True,
-                 slow: float = 0.0, passes: list[tuple[str, int]] | None = None) -> None:
+                 slow: float = 0.0, passes: list[tuple[str, int]] | None = None, sleepy: int | None = None) -> None:
         self.passes = [("forward", n) for n in range(len(world.tokens))] if passes is None else passes
+        self.sleepy = sleepy                                 # a CTA whose roles sleep twenty times as long
         self.slow = slow                                     # seconds that CTAs after the first, and every GEMM, come late
         self.launch = launch                                 # False: exchanges alone, with no launch between that would order them
         self.world, self.absent, self.delays, self.signatures, self.limit_ms = world, absent, delays or {}, signatures or {}, limit_ms
@@ -103,7 +106,7 @@ class Simulation:
 
     def _nap(self) -> None:
         """A role's sleep between two steps."""
-        time.sleep(self.random.random() ** 4 * 3e-3)
+        time.sleep(self.random.random() ** 4 * 3e-3 * (20 if self.sleepy is not None and self.gl.local.program == self.sleepy else 1))
 
     def fail(self, problem: str) -> None:
         """Note what went wrong; nobody needs to run on."""
@@ -189,63 +192,99 @@ class Simulation:
         count = int(world.shared)
         rows = plan_capacity(world.W * world.max_tokens * K, experts_of_rank(world.E, world.W, rank)[1])
         token_rows = count * -(-T // TILE) * TILE
+        waves = world.wave_tiles is not None
+        if world.wave_tiles is not None:
+            rows = min(rows, world.wave_tiles[rank] * TILE)
         words, control = self.controls[rank]
         words[16:], words[0] = 0, epoch - 1
         arrays = {"out": np.full(T * H, np.nan, np.float32), "results": np.full((rows + token_rows) * H, np.nan, np.float32),
                   "ring": np.full(RING * TILE * H, np.nan, np.float32), "order": np.full(max(T, 1), -1, np.int32)}
-        to = {"row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row, "row_to_rank": plan.row_to_rank}
+        to = {"row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row, "row_to_rank": plan.row_to_rank, "num_tiles": plan.num_tiles}
         with self.memory.lock:
             p = {name: self.memory.allocate(values, "i32" if name == "order" else "bf16") for name, values in arrays.items()}
             p |= {name: self.memory.allocate(values.numpy(), "i32") for name, values in to.items()}
             p["x"] = self.memory.allocate(world.x[n, rank].reshape(-1), "bf16")
             p["weights"] = self.memory.allocate(world.weights[n, rank].reshape(-1), "f32")
+            p["table"] = self.memory.allocate(self._wave_table(n).reshape(-1), "i32") if waves else p["order"]
         number = {name: gl.cast(v, "i32") for name, v in {"H": H, "I": TILE, "T": T, "count": count, "tiles": int(plan.num_tiles), "1": 1, "ring": RING,
-                                                         "K": K, "stride": H // 8, "rows": rows, "epoch": epoch, "0": 0}.items()}
+                                                         "K": K, "stride": H // 8, "rows": rows, "epoch": epoch, "0": 0, "wave": rows // TILE}.items()}
         s = m["tasks"].Schedule(*(number[k] for k in ("H", "I", "I", "I", "T", "count", "tiles", "1", "ring", "ring")))
-        t = m["move"].Tokens(p["out"], p["results"], p["row_to_slot"], p["slot_to_row"], p["weights"], p["order"], p["x"], number["stride"], p["x"], p["x"],
-                             number["0"], number["rows"], number["K"], p["row_to_rank"], number["epoch"])
+
+        def tokens(first_row) -> object:
+            return m["move"].Tokens(p["out"], p["results"], p["row_to_slot"] + first_row, p["slot_to_row"], p["weights"], p["order"], p["x"],
+                                    number["stride"], p["x"], p["x"], number["0"], number["rows"], number["K"], p["row_to_rank"] + first_row,
+                                    number["epoch"])
+
         flags = m["gemm"].Flags(control, control + 16, gl.cast(CAPACITY, "i32"), gl.cast(16 + 2 * CAPACITY + count * -(-T // TILE), "i32"))
-        multiplied = threading.Event()
-        gemm = (0, GRID, self._gemm, (n, rank, plan, flags, arrays, rows, multiplied))
-        consumers = [(c, GRID, self._consumer, (s, t, flags, wg, multiplied)) for c in range(GRID) for wg in range(2)]
-        movers = [(c, GRID, m["expert_parallel_move"].group_mover, (s, flags, t, p["ring"], 1, 1, 2, 0, 1)) for c in range(GRID)]
-        self._together(rank, [gemm, *consumers, *movers])
+        multiplied = [threading.Event() for _ in range(plan.num_rows // TILE + 1)]
+
+        def cta() -> None:
+            """What the kernel does around its roles."""
+            program, loop, wave = int(gl.local.program), m["wave_loop"], gl.cast(0, "i32")
+            w = loop.Wave(SharedWords(), p["num_tiles"], number["wave"], p["table"])
+            while wave < (loop.waves_of(gl.load(p["num_tiles"]), number["wave"]) if waves else 1):
+                part, first = s, number["0"]
+                if waves:
+                    if wave > 0:
+                        loop.next_wave(flags.counters + loop.SET_WAVES, flags.counters, 16 + 5 * CAPACITY, wave, control, 0, 15)
+                    loop.set_wave(w, wave)
+                    part, first = loop.schedule_of_wave(s, w, 4), loop.first_tile(w, 4)
+                here, done = tokens(first * TILE), multiplied[int(wave)]
+                roles = [(program, GRID, self._consumer, (s, part, tokens(number["0"]), flags, wg, done, w if waves else None)) for wg in range(2)]
+                mover = (part, flags, here, p["ring"], 1, 1, 2, int(waves), 0, 1)
+                roles.append((program, GRID, m["expert_parallel_move"].group_mover, mover))
+                if program == 0:
+                    roles.append((0, GRID, self._gemm, (n, rank, plan, flags, arrays, rows, part, int(first), done)))
+                self._together(rank, roles)
+                wave = wave + 1
+
+        self._together(rank, [(c, GRID, cta, ()) for c in range(GRID)])
         if words[2]:                                                          # aborted: what _poison_after_abort and tell_abort do
             arrays["out"][:] = np.nan
             gl.local.rank, gl.local.reason = rank, self.reports[0][1]
             m["peers"].tell_abort(control)
         self.out[n, rank] = arrays["out"].reshape(T, H)
 
-    def _consumer(self, s, t, flags, wg: int, multiplied: threading.Event) -> None:
+    def _wave_table(self, n: int) -> np.ndarray:
+        """(W, 2): row tiles that each rank uses in problem n, row tiles of its buffers."""
+        assert self.world.wave_tiles is not None
+        return np.array([[int(plan.num_tiles), tiles] for plan, tiles in zip(self.world.plans(n), self.world.wave_tiles, strict=True)], np.int32)
+
+    def _consumer(self, s, part, t, flags, wg: int, multiplied: threading.Event, w) -> None:
         m = self.modules
         time.sleep(self.slow * (self.gl.local.program > 0))
-        if wg == 1:
+        if wg == 1 and (w is None or m["wave_loop"].wave_index(w, 4) == 0):
             m["expert_parallel_move"].stage_tokens(s, t, flags, 1, 1)
-            m["move"].list_tokens(s, t, flags, 4, 1)
+            if w is not None:
+                m["wave_loop"].count_waves(flags.control, w)
+        last = w is None or m["wave_loop"].is_last(w, 4)
+        if wg == 1 and last:
+            m["move"].list_tokens(part, t, flags, 4, 1)
         multiplied.wait()                                                     # consumers sum after their last GEMM task
-        m["move"].finish_combine(s, t, flags, 2, 4, 1, 1)
+        if last:
+            m["move"].finish_combine(s, t, flags, 2, 4, 1, 1)
 
-    def _gemm(self, n: int, rank: int, plan: RoutingPlan, flags, arrays: dict, rows: int, multiplied: threading.Event) -> None:
+    def _gemm(self, n: int, rank: int, plan: RoutingPlan, flags, arrays: dict, rows: int, part, begin: int, multiplied: threading.Event) -> None:
         """Producer, consumers' multiplies and storer of all CTAs: waits and counters as theirs, tiles in order; row by row, so that bits do not move."""
         world, m, columns = self.world, self.modules, -(-H // 256)
         first = experts_of_rank(world.E, world.W, rank)[0]
         ring, results = arrays["ring"].reshape(-1, H), arrays["results"].reshape(-1, H)
         try:
-            for tile in range(-(-world.tokens[n][rank] // TILE) if world.shared else 0):
+            for tile in range(-(-int(part.T) // TILE) if int(part.num_shared) else 0):
                 for row, x in enumerate(world.x[n, rank][tile * TILE:(tile + 1) * TILE]):
                     results[rows + tile * TILE + row] = world.result(world.E, x)
                 self.gl.atomic_add(m["gemm"].results_ready(flags) + CAPACITY + tile, columns)
-            for tile in range(int(plan.num_tiles)):
+            for tile in range(int(part.num_tiles)):
                 m["sync"].wait_at_least(m["gemm"].rows_ready(flags) + tile, 8, flags.control, 1, tile)
                 time.sleep(self.slow)
-                part = ring[tile % RING * TILE:(tile % RING + 1) * TILE].copy()
-                valid = plan.row_to_slot[tile * TILE:(tile + 1) * TILE].numpy() >= 0
-                if not self.reports and part[~valid].any():
-                    self.fail(f"launch {n}, rank {rank}, tile {tile}: a padding row is not zero")
+                there = ring[tile % RING * TILE:(tile % RING + 1) * TILE].copy()
+                valid = plan.row_to_slot[(begin + tile) * TILE:(begin + tile + 1) * TILE].numpy() >= 0
+                if not self.reports and there[~valid].any():
+                    self.fail(f"launch {n}, rank {rank}, tile {begin + tile}: a padding row is not zero")
                 self.gl.atomic_add(m["gemm"].hidden_ready(flags) + tile, 1)
                 m["sync"].nap(tile, 1)
                 for row in np.nonzero(valid)[0]:
-                    results[tile * TILE + row] = world.result(first + int(plan.tile_to_expert[tile]), part[row])
+                    results[tile * TILE + row] = world.result(first + int(plan.tile_to_expert[begin + tile]), there[row])
                 for _ in range(columns):
                     self.gl.atomic_add(m["gemm"].results_ready(flags) + tile, 1)
         finally:
@@ -259,3 +298,10 @@ class Simulation:
             want = self.world.expected(n, r)
             assert np.array_equal(out.view(np.int32), want.view(np.int32)), f"launch {n}, rank {r}: {(out != want).any(1).sum()} of {len(out)} tokens differ"
         assert len(self.out) == self.world.W * len(self.world.tokens) * self.launch
+        if self.world.wave_tiles is not None and self.launch:
+            for r, (words, _) in enumerate(self.controls):
+                counts = WaveCounts()
+                for n in range(len(self.world.tokens)):
+                    waves = [waves_needed(used, tiles) for used, tiles in self._wave_table(n).tolist()]
+                    counts.add(max(waves), waves[r])
+                assert words[12:16].tolist() == [counts.passes, counts.several, counts.exceeded, counts.most], f"rank {r}: wave counts {words[12:16]}"

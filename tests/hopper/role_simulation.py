@@ -15,7 +15,8 @@ from typing import Any
 
 from order_support import FOLDER
 
-FILES = ("tasks", "gemm", "backward_tasks", "backward_pipe", "backward_load", "backward_consume", "backward_store", "backward_move")
+FILES = ("tasks", "wave_loop", "gemm", "backward_tasks", "backward_pipe", "backward_waves",
+         "backward_load", "backward_consume", "backward_store", "backward_move")
 BOX_BYTES = 8192
 
 
@@ -194,7 +195,8 @@ class Roles:
             tree = ast.parse(mutate((FOLDER / f"{name}.py").read_text()))
             tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
             exec(compile(tree, f"{name}.py", "exec"), self.names)
-        for name in ("_whole", "_into_main_grad", "_copy_piece", "_dots", "_slot_pieces", "_bias_sums", "_gate_weight_sums", "_sum_dx", "_sum_partials",
+        for name in ("tile_of_carry", "_bias_sums_of_wave", "_whole", "_into_main_grad", "_copy_piece", "_dots", "_slot_pieces", "_bias_sums",
+                     "_gate_weight_sums", "_sum_dx", "_sum_partials",
                      "_with_bias"):                         # data alone: nobody waits in them
             self.names[name] = TILE
         self.names.update(_halves=lambda *_: (TILE, TILE), _dh_half=lambda *_: (TILE,) * 4)
@@ -249,11 +251,24 @@ class Roles:
 
 
 def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens: Sequence[int], wants: int, group: int, shared: Sequence[int] = (),
-           gated: int = 0, into_main_grad: bool = False, stagger: int = 1, mutate: Callable[[str], str] = lambda text: text) -> list[str]:
+           gated: int = 0, into_main_grad: bool = False, stagger: int = 1, mutate: Callable[[str], str] = lambda text: text,
+           wave_tiles: int | None = None) -> list[str]:
     """One backward launch of `ctas` CTAs for experts with these numbers of rows: [] if it ended with every task published and every barrier at rest.
 
-    wants: as backward_tasks.Schedule has it; group: row tiles of a group; gated: bit i, shared expert i has a gate.
+    wants: as backward_tasks.Schedule has it; group: row tiles of a group; gated: bit i, shared expert i has a gate. wave_tiles: row tiles of bounded
+    buffers; their waves then run one after the other, each with counters and barriers of its own, as the meetings between them see to.
     """
+    waves = 1 if wave_tiles is None else max(1, -(-sum(-(-count // 128) for count in tokens) // wave_tiles))
+    for wave in range(waves):
+        found = _wave(seed + 1000 * wave, ctas, recompute, H, I, T, tokens, wants, group, shared, gated, into_main_grad, stagger, mutate, wave_tiles, wave)
+        if found:
+            return found
+    return []
+
+
+def _wave(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens: Sequence[int], wants: int, group: int, shared: Sequence[int], gated: int,
+          into_main_grad: bool, stagger: int, mutate: Callable[[str], str], wave_tiles: int | None, wave: int) -> list[str]:
+    """One wave of a launch, or all of one without waves."""
     scheduler = Scheduler(seed, ctas)
     roles = Roles(scheduler, mutate)
     k = types.SimpleNamespace(**roles.names)
@@ -265,15 +280,25 @@ def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens
         route[first:first + rows] = [0] * rows
     expert = [e for e, n in enumerate(tiles) for _ in range(n)] + [-1] * 3
     n = Number
-    s = k.make_schedule(*(n(width // 16) for width in (H, I, widths[0], widths[1])), n(T), n(sum(tiles)), n(len(tokens)), n(count), n(group), n(wants),
-                        recompute)
+    sixteenths = [n(width // 16) for width in (H, I, widths[0], widths[1])]
+    here, route_here, expert_here = (), Pointer(route), Pointer(expert)
+    if wave_tiles is None:
+        s = k.make_schedule(*sixteenths, n(T), n(sum(tiles)), n(len(tokens)), n(count), n(group), n(wants), recompute)
+    else:
+        recompute, word = k.Z_AGAIN, Word()
+        word.value = wave
+        w = k.Wave(word, Pointer([sum(tiles)]), n(wave_tiles), TILE)
+        here = (k.Carry(w, TILE), TILE)
+        scheduler.here.role = types.SimpleNamespace(cta=0)
+        s = k.backward_schedule_of_wave(sixteenths, n(T), n(count), n(group), n(wants), Pointer(expert), Pointer(offsets), n(len(tokens)), w, 4)
+        capacity, route_here, expert_here = wave_tiles, Pointer(route, wave * wave_tiles * 128), Pointer(expert, wave * wave_tiles)
     # the counters' places are those of backward._backward_kernel
     totals = Pointer([0] * int(16 + 3 * capacity + (2 * count + 1) * s.token_tiles + 1 + len(tokens)))
     gates_ready = totals + (16 + 2 * capacity + count * s.token_tiles)
     x_ready = gates_ready + (s.token_tiles + 1 + capacity + count * s.token_tiles if recompute else s.token_tiles)
     flags = k.BackwardFlags(totals, totals + 16, totals + 16 + capacity, gates_ready, x_ready, TILE, n(capacity))
-    rows = k.Rows(Pointer(expert), Pointer(offsets), Pointer(list(tokens)), Pointer(route), TILE, TILE, n(gated | 8 * into_main_grad), TILE, TILE,
-                  TILE, n(0), TILE)
+    rows, part = (k.Rows(tile_map, Pointer(offsets), Pointer(list(tokens)), slots, TILE, TILE, n(gated | 8 * into_main_grad), TILE, TILE, TILE, n(0), TILE)
+                  for tile_map, slots in ((Pointer(expert), Pointer(route)), (expert_here, route_here)))
     sums = types.SimpleNamespace(gate_0=TILE, gate_1=TILE, gate_slopes=TILE, K=n(2), num_experts=n(len(tokens)), dx=TILE)
     source, bias, three, barriers = k.Source(TILE, TILE), (TILE, n(0)), (TILE,) * 3, []
     jobs: list[tuple[str, int, Callable[[], None]]] = []
@@ -288,13 +313,14 @@ def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens
         tasks = k.Tasks(Ring(Word() for _ in range(16)), ring(1, 4, "tasks.full"), ring(3, 4, "tasks.empty"))
         for w in (0, 1):
             jobs.append((f"consumer {w} of CTA {cta}", cta,
-                         lambda p=pipe, q=tasks, o=outs[w], w=w: k.consume(s, rows, flags, p, q, o, bias, w, 0, stagger, 0, recompute, 0, 0)))
+                         lambda p=pipe, q=tasks, o=outs[w], w=w: k.consume(s, rows, flags, p, q, o, bias, here, w, 0, stagger, 0, recompute, 0, 0)))
         jobs += [(f"producer of CTA {cta}", cta,
-                  lambda p=pipe, q=tasks: k.producer(s, rows, flags, p, q, (TILE,) * 7, three, three, (TILE,) * 4, recompute, 0)),
+                  lambda p=pipe, q=tasks: k.producer(s, part, flags, p, q, (TILE,) * 7, three, three, (TILE,) * 4, here, recompute, 0)),
                  (f"storer of CTA {cta}", cta,
                   lambda p=pipe, q=tasks, o=outs: k.storer(s, rows, flags, p, q, *o, (TILE,) * 4, TILE, three, three, n(0), three, recompute, 0)),
-                 (f"movers of CTA {cta}", cta, lambda: k.mover(s, rows, flags, sums, source, source, TILE, TILE, 8, 1, 2, recompute, 0, 0))]
+                 (f"movers of CTA {cta}", cta, lambda: k.mover(s, part, flags, sums, source, source, TILE, TILE, 8, 1, 2, recompute, 0, 0))]
     found = scheduler.run(jobs)
     s = k.own(s)
-    done = [(totals + 1).value == k.all_dh_tasks(s), (totals + 2).value == k.all_dx_tasks(s), not recompute or k.z_done(s, flags).value == k.all_z_tasks(s)]
+    done = [(totals + 1).value == k.all_dh_tasks(s), (totals + 2).value == k.all_dx_tasks(s),
+            not recompute or k.z_done(s, flags).value == k.all_z_tasks(s, recompute)]
     return found or [f"{barrier.name} is not at rest" for barrier in barriers if not barrier.at_rest] or ([] if all(done) else ["tasks were not published"])

@@ -96,8 +96,9 @@ def test_unknown_target():
 
 # Of the binaries that make z again, and of those of several ranks, the plain one is compiled here; activation, or both together, is all that others differ by.
 # `mok verify --compile-only` has all.
-LEFT_OUT = ("backward_swiglu_recompute_ranks",
-            *(f"backward_{act}_{kind}" for act in ("clamped", "geglu", "reglu") for kind in ("recompute", "ranks", "recompute_ranks")))
+LEFT_OUT = ("backward_swiglu_recompute_ranks", "forward_no_grad_ranks_waves",
+            *(f"backward_{act}_{kind}" for act in ("clamped", "geglu", "reglu")
+              for kind in ("recompute", "ranks", "recompute_ranks", "ranks_waves")))
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +116,10 @@ def test_every_variant_compiles_to_multiplies_that_fit_the_chip(report):
     again = [name for name in names if "recompute" in name]
     alone = [name for name in names if "ranks" not in name and name not in again]
     assert again == ["backward_swiglu_recompute"] and set(LEFT_OUT) < {name for name, _, _ in [*backward_launch.variants(), *backward_launch.group_variants()]}
-    assert "backward_swiglu_ranks" in names
+    assert {"backward_swiglu_ranks", "backward_swiglu_ranks_waves"} < set(names)
     assert len(set(names)) == len(names)
     assert len(alone) <= 8 and len(names) - len(alone) - 1 <= 8, "at most eight binaries for a precision, on one rank or several"
-    assert len(forward) == 6 and all("backward" in name for name in names if "forward" not in name)
+    assert len(forward) == 7 and "forward_train_ranks_waves" in names and all("backward" in name for name in names if "forward" not in name)
     assert all(set(entry) == {"kernel", "registers", "spills", "stack_bytes", "shared_bytes", "mma_instructions"} for entry in report)
     for entry in report:
         assert entry["registers"] == 168 and entry["shared_bytes"] <= compile_check.MAX_SHARED_BYTES and entry["mma_instructions"] >= 8, entry

@@ -75,7 +75,7 @@ FAULTS = {
     "db_down without rows of dy": (MOVE, " | ((s.wants & WANT_BIAS_DOWN) != 0)", "", BIAS_DOWN),
     "z without rows of x": (MOVE, "if RECOMPUTE and OMIT & 2 == 0", "if RECOMPUTE and OMIT & 2 == 1", X),
     "x staged for dw_gate_up alone, for z too": (MOVE, "        return dh_columns(s, s.T * 0 - 1) > 0\n", "        return (s.wants & WANT_UP) != 0\n", X),
-    "db_down weighted by slot": (LOCAL, "rows.row_to_slot, m.K, 1 + EP, L)", "rows.row_to_slot, m.K, 1, L)", BIAS_DOWN),
+    "db_down weighted by slot": (LOCAL, "m.K, (), 1 + EP, False, L)", "m.K, (), 1, False, L)", BIAS_DOWN),
 }
 
 

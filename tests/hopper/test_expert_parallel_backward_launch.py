@@ -32,7 +32,7 @@ def launches(monkeypatch):
     seen: list = []
 
     def launch(kernel, config, device, blocks, arguments, key, varying, resident, options):
-        assert config == BackwardConfig(config.act, several_ranks=True, debug=config.debug, recompute=config.recompute)
+        assert config == BackwardConfig(config.act, several_ranks=True, debug=config.debug, recompute=config.recompute, waves=config.waves)
         assert [NAMES[place] for place in varying] == ["state", "set_words"] and resident == GROUP.blocks
         seen.append((blocks, dict(zip(NAMES, arguments, strict=True)), options))
 
@@ -85,6 +85,28 @@ def test_arguments_have_the_kernels_types(launches, settings, tokens, recompute)
     assert grads.x.shape == (tokens, 272) and grads.w_down.shape == t.w_down.shape
     if not tokens:
         assert all(part is None or not part.any() for expert in grads.shared for part in expert) and arguments["wants"] < 256
+
+
+def test_bounded_buffers_have_the_rows_of_a_wave(launches):
+    """Scratch, z and counters are a wave's; the maps that the kernel reads are the whole plan's. Unfinished sums of one expert have room, twice."""
+    case, plan, saved = problem(biases=True, shared=((80, False),))
+    plan = replace(plan, slot_to_rank=plan.slot_to_row, wave_tiles=torch.zeros(4, 2, dtype=torch.int32))
+    saved = replace(saved, z=saved.z[:256].clone())
+    group = replace(GROUP, wave_tiles=2)
+    expert_parallel_backward.group_backward(plan, case.tensors, case.options, saved, case.dy, want_all(case), None, group, 1)
+    ((_, arguments, _),) = launches
+    assert arguments["capacity"] == 2 and arguments["shared_results_row"] == 256 < plan.num_rows and arguments["row_weights"].shape == (256,)
+    assert arguments["row_to_slot"].data_ptr() == plan.row_to_slot.data_ptr() and arguments["tile_to_expert"] is plan.tile_to_expert
+    assert arguments["dy_rows"].numel() == arguments["x_rows"].numel() == 256 * 272 and arguments["wave_table"] is plan.wave_tiles
+    for name in ("z_desc", "z_again_desc", "dz_desc"):
+        assert arguments[name].shape == [2, 256, 176], name
+    assert arguments["z_desc"].base.data_ptr() == saved.z.data_ptr() != arguments["z_again_desc"].base.data_ptr()
+    # tiles of 128 x 256: dw_gate_up 2 * 2 by 2, dw_down 3 by 1
+    assert arguments["carry"].numel() == 2 * (11 * 128 * 256 + 2 * 176 + 272) and arguments["features"] & 16
+    expert_parallel_backward.group_backward(plan, case.tensors, case.options, saved, case.dy, Wants(x=True, shared=((False,) * 3,)), None, group, 1)
+    assert launches[1][1]["carry"] is launches[1][1]["topk_weights"], "no sums are handed on"
+    with pytest.raises(NotImplementedError, match="recompute='z' must be None"):
+        expert_parallel_backward.group_backward(plan, case.tensors, replace(case.options, recompute="z"), saved, case.dy, want_all(case), None, group, 1)
 
 
 def test_the_down_bias_alone_needs_rows_of_dy(launches):

@@ -1,6 +1,8 @@
 """Host side of the launches on several ranks, without a GPU: the kernel's arguments, the table of peers, what is agreed and what errors say."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ from mok.engines.hopper.forward import ForwardConfig, _forward_kernel
 from mok.engines.protocol import MoETensors, PassOptions
 from mok.fabric.flag_page import ABORT_HOST, MAX_RANKS
 from mok.fabric.process_group import FabricError, FabricTimeout
-from mok.plan import empty_plan
+from mok.plan import empty_plan, experts_of_rank, plan_capacity
+from mok.waves import wave_capacity
 
 BF16 = torch.bfloat16
 
@@ -32,6 +35,36 @@ def test_arguments_stand_in_the_kernel_s_order(T):
     by_name = dict(zip(names, arguments, strict=True))
     assert by_name["row_to_rank"] is plan.row_to_rank and by_name["row_to_slot"] is plan.row_to_slot
     assert by_name["state"] is state and by_name["capacity"] == 4096 and by_name["T"] == T and by_name["K"] == K
+
+
+def test_bounded_buffers_have_the_rows_of_a_wave_and_the_plan_its_worst_case():
+    """GroupLaunch.rows is what scratch, z and the kernel's descriptors are made for; the table of waves is the plan's."""
+    H, I, E, K, T, R = 64, 32, 2, 2, 200, 1024
+    tensors = MoETensors(torch.zeros(T, H, dtype=BF16), torch.zeros(T, K), torch.zeros(E, 2 * I, H, dtype=BF16), torch.zeros(E, H, I, dtype=BF16))
+    plan = empty_plan(torch.zeros(T, K, dtype=torch.int32), E, R)
+    plan = replace(plan, slot_to_rank=plan.slot_to_row, wave_tiles=torch.zeros(3, 2, dtype=torch.int32))
+    group = launch.GroupLaunch(torch.zeros(100, dtype=torch.int32), 4096, 20, False, 0.25, wave_tiles=3)
+    grain = launch.granularity(None, H, I)
+    sizes = launch.scratch_sizes(T, H, I, group.rows(plan), [], grain)
+    assert group.rows(plan) == 384 and sizes.results == 384 * H < launch.scratch_sizes(T, H, I, R, [], grain).results
+    x, scratch, z = tensors.x, torch.zeros(sizes.bytes // 2, dtype=BF16), torch.zeros(384, 2 * I, dtype=BF16)
+    arguments = launch._arguments(plan, tensors, PassOptions(save_for_backward=True), x, z, z, scratch, sizes, grain, group.state, 4096, group)
+    by_name = dict(zip([name for name in _forward_kernel.arg_names if name not in ForwardConfig(True, 2, True, True).constexprs()], arguments,
+                       strict=True))
+    assert by_name["wave_tiles"] == 3 and by_name["wave_table"] is plan.wave_tiles and by_name["shared_results_row"] == 384
+    assert by_name["z_desc"].shape[0] == by_name["results_desc"].shape[0] == 384 and by_name["row_to_slot"].shape == (R,)
+    assert replace(group, wave_tiles=None).rows(plan) == R
+
+
+def test_row_tiles_of_bounded_buffers_are_those_of_the_rule():
+    """Docstring's example; what every rank has is wave_capacity of its experts, and never more than the worst case."""
+    assert expert_parallel.bounded_tiles(1.0, 1024, 5, 2) == (8, 6)
+    for W, E, factor in ((4, 9, 0.3), (4, 8, 1.0), (1, 3, 9.0), (8, 9, 100.0)):
+        more, fewer = expert_parallel.bounded_tiles(factor, 1024, E, W)
+        for rank in range(W):
+            count = experts_of_rank(E, W, rank)[1]
+            tiles = (more, fewer)[rank >= E % W]
+            assert tiles * 128 == wave_capacity(factor, 1024, E, count) <= plan_capacity(1024, count)
 
 
 class Memory:
@@ -107,6 +140,8 @@ def test_case_F11_sizes_that_differ_raise_and_missing_gpus_are_said_once(capsys)
         expert_parallel_group.make_fused_group(Fabric(sizes={**SIZES, "num_experts": 9}), SIZES, "cpu", 1.0)
     with pytest.raises(ValueError, match="num_experts=1 must be at least the group's 2 ranks"):
         expert_parallel_group.make_fused_group(Fabric(), {**SIZES, "num_experts": 1}, "cpu", 1.0)
+    with pytest.raises(ValueError, match="capacity_factor must be the same"):
+        expert_parallel_group.make_fused_group(Fabric(sizes=SIZES), {**SIZES, "capacity_factor": 1.5}, "cpu", 1.0)
     assert expert_parallel_group.make_fused_group(Fabric(reason="no driver"), SIZES, "cpu", 1.0) is None
     assert "rank 0: no CUDA device; rank 1: no driver" in capsys.readouterr().err
 
@@ -175,8 +210,8 @@ def test_a_pass_runs_in_the_group_or_over_the_process_group_by_its_sizes_alone(m
         assert (plan == "plan") == inside == (y == "y"), changes
         assert len(group.fused.calls) == 2 * inside
     group.capacity_factor = 1.5
-    assert expert_parallel_group.fused_plan(group, ids, 2, signature()) is None, "waves run over the process group"
-    assert expert_parallel_group.GroupPasses(group).forward(None, moe_tensors(), PassOptions())[0] == "elsewhere"
+    assert expert_parallel_group.fused_plan(group, ids, 2, signature()) == "plan", "waves run inside the launches"
+    assert expert_parallel_group.GroupPasses(group).forward(None, moe_tensors(), PassOptions())[0] == "y"
 
 
 class _Elsewhere:

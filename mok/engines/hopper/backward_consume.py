@@ -9,8 +9,10 @@ from .backward_pipe import (
     NUM_STAGES,
     PLAIN_SWIGLU,
     REGLU,
+    TASK_BEGUN,
     TASK_END,
     TASK_IDLE,
+    TASK_UNFINISHED,
     Z_STEPS,
     gated,
     into_main_grad,
@@ -27,12 +29,15 @@ from .backward_tasks import (
     HALF_N,
     TILE_M,
     TILE_N,
+    Z_AGAIN,
     Z,
     own,
 )
+from .backward_waves import tile_of_carry
 from .compat import reinterpret, thread_barrier
 from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
 from .sync import fresh, fresh_float, fresh_pairs, keep_loads_above, nap
+from .wave_loop import first_tile
 
 
 @gluon.jit
@@ -170,12 +175,18 @@ def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr, TRANSPOSED: gl.conste
 
 
 @gluon.jit
-def _multiply_all(pipe, it, steps, staggered, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr, K_MAJOR: gl.constexpr):
-    """All k-steps of a task, as four 64 x 64 quarters of its result; consumer 0 tells consumer 1 when it may start."""
+def _multiply_all(pipe, it, steps, staggered, begun, WG: gl.constexpr, STAGGER: gl.constexpr, TRANSPOSED: gl.constexpr, K_MAJOR: gl.constexpr,
+                  BEGUN: gl.constexpr = False):
+    """All k-steps of a task, as four 64 x 64 quarters of its result; consumer 0 tells consumer 1 when it may start. BEGUN: its sums begin with those at
+    `begun`."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
+    if BEGUN:
+        rows, columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)), gl.arange(0, TILE_N, layout=gl.SliceLayout(0, ACC))
+        acc = gl.load(begun + (rows * TILE_N)[:, None] + columns[None, :])
+    else:
+        acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
     if K_MAJOR:
         # As forward begins: its first multiplication has no accumulator, and whether a sum of -0 keeps its sign could depend on that.
         acc, it = _multiply(pipe, acc, it, 0, 1, WG, TRANSPOSED, K_MAJOR)
@@ -229,10 +240,13 @@ def _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT: gl.co
 
 
 @gluon.jit
-def _routes(rows, slot, tile, is_dh, LAYOUT: gl.constexpr, WG: gl.constexpr):
+def _routes(rows, slot, tile, is_dh, waves, LAYOUT: gl.constexpr, WG: gl.constexpr, RECOMPUTE: gl.constexpr):
     """Route of each of a routed DH task's 64 rows, -1 = padding; loaded before the multiplication, so that it is there when the epilogue begins."""
     row = tile * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    return gl.load(rows.row_to_slot + row, mask=(row >= 0) & is_dh & (slot < 0), other=-1)
+    inside = (row >= 0) & is_dh & (slot < 0)
+    if RECOMPUTE == Z_AGAIN:
+        row += first_tile(waves[0].wave, 4) * TILE_M
+    return gl.load(rows.row_to_slot + row, mask=inside, other=-1)
 
 
 @gluon.jit
@@ -287,6 +301,31 @@ def _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG: gl.constexpr):
 
 
 @gluon.jit
+def _weight_result(s, rows, pipe, out, quarters, task, bits, waves, it, turns, LAYOUT: gl.constexpr, WG: gl.constexpr, RECOMPUTE: gl.constexpr):
+    """What becomes of a weight gradient's sums: left to the next wave, added into main_grad or handed over. Returns (it, turns).
+
+    task = (kind, slot, tile, column, k-steps, expert)
+    """
+    q0, q1, q2, q3 = quarters
+    kind, slot, tile, column, steps, expert = task
+    if RECOMPUTE == Z_AGAIN and (bits & TASK_UNFINISHED) != 0:
+        left = tile_of_carry(s, waves[0], kind, tile, column, 0, WG)
+        r = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+        c = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+        place = (r * TILE_N)[:, None] + c[None, :]
+        gl.store(left + place, q0)
+        gl.store(left + CHUNK + place, q1)
+        gl.store(left + 2 * CHUNK + place, q2)
+        gl.store(left + 3 * CHUNK + place, q3)
+    elif (slot < 0) & (into_main_grad(rows) != 0):
+        if steps > 0:
+            _into_main_grad(s, rows, quarters, kind, tile, column, expert, LAYOUT, WG)
+    else:
+        it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
+    return it, turns
+
+
+@gluon.jit
 def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT: gl.constexpr):
     """The four quarters of a Z task, gate, gate, up, up, with the routed expert's bias, as forward adds it: in fp32, before the one rounding."""
     q0, q1, q2, q3 = quarters
@@ -302,12 +341,12 @@ def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT
 
 
 @gluon.jit
-def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, EP: gl.constexpr,
+def consume(s, rows, flags, pipe, tasks, out, bias_up, waves, WG: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr, EP: gl.constexpr,
             RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
-    bias_up = (b_gate_up, whether there is one), with RECOMPUTE.
+    bias_up = (b_gate_up, whether there is one), with RECOMPUTE. waves = (Carry,) with waves; rows are those of the whole plan then, too.
     """
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     it = gl.program_id(0) * 0
@@ -315,7 +354,7 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
     bits, tile, steps, expert = pop_task(tasks, turns >> 2, 4)
     while (bits & TASK_END) == 0:
         kind, slot, column = unpack(bits, RECOMPUTE)
-        route = _routes(rows, slot, tile, kind == DH, QUARTER, WG)
+        route = _routes(rows, slot, tile, kind == DH, waves, QUARTER, WG, RECOMPUTE)
         nap(tile + column + WG * 7, DEBUG)
         # Where a task has fewer steps than stages, consumer 0 could run two tasks ahead and `lead` would lose a phase: no stagger then.
         staggered = steps >= NUM_STAGES
@@ -328,24 +367,26 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, WG: gl.constexpr, ACT: gl
         if idle:
             it, turns = _pass_through(pipe, out, kind, steps, it, turns, RECOMPUTE)
         elif RECOMPUTE and kind == Z:
-            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False, True)
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, (), WG, STAGGER, False, True)
             q0, q1, q2, q3 = _add_bias_up(s, (q0, q1, q2, q3), bias_up[0], bias_up[1], slot, column, expert, QUARTER)
             it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
         elif kind <= DX:
             # The branches share no code on purpose: accumulators that meet behind a branch make ptxas wait after every single wgmma
             # (its message C7515; measured 0.58 of the roof instead of 0.8).
-            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, False, False)
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, (), WG, STAGGER, False, False)
             if kind == DH:
                 it = _dh_epilogue(s, rows, flags, pipe, (q0, q1, q2, q3), route, slot, tile, column, it, QUARTER, WG, ACT, EP, OMIT)
             else:
                 it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
+        elif RECOMPUTE == Z_AGAIN and (bits & TASK_BEGUN) != 0:
+            begun = tile_of_carry(s, waves[0], kind, tile, column, 1, WG)
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, begun, WG, STAGGER, True, False, True)
+            it, turns = _weight_result(s, rows, pipe, out, (q0, q1, q2, q3), (kind, slot, tile, column, steps, expert), bits, waves, it, turns, QUARTER,
+                                       WG, RECOMPUTE)
         else:
-            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, WG, STAGGER, True, False)
-            if (slot < 0) & (into_main_grad(rows) != 0):
-                if steps > 0:
-                    _into_main_grad(s, rows, (q0, q1, q2, q3), kind, tile, column, expert, QUARTER, WG)
-            else:
-                it, turns = _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG)
+            q0, q1, q2, q3, it = _multiply_all(pipe, it, steps, staggered, (), WG, STAGGER, True, False)
+            it, turns = _weight_result(s, rows, pipe, out, (q0, q1, q2, q3), (kind, slot, tile, column, steps, expert), bits, waves, it, turns, QUARTER,
+                                       WG, RECOMPUTE)
         turns += 4
         bits, tile, steps, expert = pop_task(tasks, turns >> 2, 4)
 

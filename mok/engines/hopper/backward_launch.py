@@ -26,9 +26,9 @@ VARIANTS = {"swiglu": 0, "clamped": 1, "geglu": 2, "reglu": 3}     # BackwardCon
 
 # Ranks of the descriptor arguments that have leading dimensions of 1 in their box
 _RANKS = {"up_desc": 4, "up_grad_desc": 4,
-          **dict.fromkeys(("z_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0", "shared_up_grad_0",
-                           "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
-_FP32 = ("d_topk_weights", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights", "row_weights")
+          **dict.fromkeys(("z_desc", "z_again_desc", "dz_desc", "down_desc", "down_grad_desc", "shared_dz_desc", "shared_z_0", "shared_up_0",
+                           "shared_up_grad_0", "shared_z_1", "shared_up_1", "shared_up_grad_1"), 3)}
+_FP32 = ("d_topk_weights", "carry", "main_up", "main_down", "gates", "gate_slopes", "partials", "topk_weights", "row_weights")
 _BF16 = ("dy", "x", "dy_rows", "x_rows", "dz", "results", "dx", "b_up", "b_down", "db_up", "db_down", "gate_0", "gate_1", "d_gate_0", "d_gate_1",
          "d_up", "d_down", "d_shared_up_0", "d_shared_down_0", "d_shared_up_1", "d_shared_down_1")
 _IS_DESCRIPTOR = re.compile(r"(?!shared_results).*_desc$|shared_(z|up|down)(_grad)?_[01]$")
@@ -43,7 +43,8 @@ class BackwardScratch:
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
     partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones. With recompute z (R, 2I) and shared_z
-    (T, sum of 2I_s) stand where forward's would; they live as long as the launch.
+    (T, sum of 2I_s) stand where forward's would; they live as long as the launch. With waves z is that of later waves, and carry (fp32) has the
+    unfinished sums that one wave leaves to the next (`carry_words`).
     """
     dy_rows: int
     x_rows: int
@@ -56,6 +57,7 @@ class BackwardScratch:
     gates: int
     z: int = 0
     shared_z: int = 0
+    carry: int = 0
 
     @property
     def narrow(self) -> int:
@@ -65,7 +67,7 @@ class BackwardScratch:
     @property
     def wide(self) -> int:
         """Elements of all fp32 buffers together."""
-        return self.partials + 2 * self.gates
+        return self.partials + 2 * self.gates + self.carry
 
     @property
     def bytes(self) -> int:
@@ -80,14 +82,21 @@ def want_bits(wants: Wants) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x."""
+def carry_words(H: int, I: int) -> int:
+    """fp32 words of one expert's unfinished sums, twice (backward_waves.py): weight gradients in whole tiles, and bias gradients."""
+    tiles = 2 * -(-I // TILE) * -(-H // COLUMN_TILE) + -(-H // TILE) * -(-I // COLUMN_TILE)
+    return 2 * (tiles * TILE * COLUMN_TILE + 2 * I + H)
+
+
+def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False,
+                     waves: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x; waves: that of all waves but the first."""
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
     shared_product = count > 0 and (wants.x or any(up or gate for up, _, gate in wants.shared))
     columns = sum(-(-width // COLUMN_TILE) for width in shared_widths)
-    z_again, shared_z_again = recompute and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
+    z_again, shared_z_again = (recompute or waves) and (product or wants.w_down), recompute and (wants.x or any(any(want) for want in wants.shared))
     return BackwardScratch(
         dy_rows=rows * H if product or wants.w_down else 0,
         x_rows=rows * H if wants.w_gate_up or z_again else 0,
@@ -99,7 +108,8 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
         gates=count * token_rows,
         z=rows * 2 * I if z_again else 0,
-        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0)
+        shared_z=T * 2 * sum(shared_widths) if shared_z_again else 0,
+        carry=carry_words(H, I) if waves and (wants.w_gate_up or wants.w_down or wants.b_gate_up or wants.b_down) else 0)
 
 
 def hopper_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
@@ -204,8 +214,8 @@ def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, recompute: bo
 
 
 @lru_cache(maxsize=4096)
-def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool) -> BackwardScratch:
-    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool, waves: bool = False) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute, waves)
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +251,7 @@ def _set_words(state: Tensor) -> int:
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
                grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor,
-               recompute: bool) -> list[Any]:
+               recompute: bool, waves: bool = False) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -254,13 +264,15 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         [sizes.dy_rows, sizes.x_rows, sizes.dz, sizes.wh, sizes.results, sizes.shared_dz, sizes.shared_wh, sizes.z, sizes.shared_z])
     if recompute:
         saved = Saved(z.view(-1, 2 * I), shared_z.view(T if sizes.shared_z else 0, 2 * sum(widths)))
-    partials, gates, gate_slopes = wide.split([sizes.partials, sizes.gates, sizes.gates])
+    carry, partials, gates, gate_slopes = wide.split([sizes.carry, sizes.partials, sizes.gates, sizes.gates])
 
     boxes: dict[str, tuple[Tensor, Sequence[int], Sequence[int]]] = {}
     up, down = tma_readable(tensors.w_gate_up), tma_readable(tensors.w_down)
     boxes["up_desc"] = (up, (E, 2, I, H), (up.stride(0), I * up.stride(1), up.stride(1), 1))
     boxes["down_desc"] = (down, (E, H, I), down.stride())
     boxes["z_desc"] = (saved.z, (2, rows, I), (I, 2 * I, 1))
+    if waves:
+        boxes["z_again_desc"] = (z, (2, rows, I), (I, 2 * I, 1))
     for name, buffer, width in (("dy_rows_desc", dy_rows, H), ("x_rows_desc", x_rows, H), ("wh_desc", wh, I)):
         boxes[name] = (buffer, (rows, width), (width, 1))
     boxes["dz_desc"] = (dz, (2, rows, I), (I, 2 * I, 1))
@@ -279,7 +291,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     if limit is None:
         limit = 7.0 if options.activation == "swiglu_oai" else float("inf")
     has_b_down = tensors.b_down is not None and wants.topk_weights
-    has_b_up = tensors.b_gate_up is not None and recompute
+    has_b_up = tensors.b_gate_up is not None and (recompute or waves)
     values: dict[str, Any] = {
         "dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows, "dz": dz, "results": results, "dx": grads.x, "d_topk_weights": grads.topk_weights,
         "main_up": main_grad.w_gate_up if main_grad else None, "main_down": main_grad.w_down if main_grad else None,
@@ -297,7 +309,8 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         | (16 if has_b_up else 0),
         "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
         "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None,
-        "row_to_rank": plan.row_to_rank, "row_weights": None, "pass_number": 0}                # the latter two on several ranks alone
+        "row_to_rank": plan.row_to_rank, "row_weights": None, "pass_number": 0,                # the latter two on several ranks alone
+        "carry": carry, "wave_table": plan.num_tiles if plan.wave_tiles is None else plan.wave_tiles}
     return [_argument(name, boxes, values, x) for name in _RUN_TIME]
 
 
@@ -379,5 +392,7 @@ def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
 
 def group_variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
     """(name, source, compile options) of every production variant of the backward kernel on several ranks."""
-    return [(f"backward_{name}{'_recompute' if recompute else ''}_ranks", source(BackwardConfig(act, several_ranks=True, recompute=recompute)),
-             {"num_warps": 4, **COMPILE_OPTIONS}) for recompute in (False, True) for name, act in VARIANTS.items()]
+    kinds = [(act, suffix, config) for suffix, config in (("_ranks", {}), ("_recompute_ranks", {"recompute": True}), ("_ranks_waves", {"waves": True}))
+             for act in VARIANTS.items()]
+    return [(f"backward_{name}{suffix}", source(BackwardConfig(act, several_ranks=True, **config)), {"num_warps": 4, **COMPILE_OPTIONS})
+            for (name, act), suffix, config in kinds]

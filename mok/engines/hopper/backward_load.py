@@ -9,9 +9,11 @@ from .backward_pipe import (
     DH_DONE,
     NUM_STAGES,
     STEP_BYTES,
+    TASK_BEGUN,
     TASK_COLUMN,
     TASK_END,
     TASK_IDLE,
+    TASK_MARKS,
     TASK_Z,
     WAIT_ALL_DH,
     WAIT_DY,
@@ -36,6 +38,8 @@ from .backward_tasks import (
     HALF_N,
     TILE_M,
     TILE_N,
+    WANT_Z,
+    Z_AGAIN,
     Z,
     all_dh_tasks,
     counter_of,
@@ -46,9 +50,10 @@ from .backward_tasks import (
     width_of,
     z_columns,
 )
+from .backward_waves import rows_in_wave
 from .compat import tma_load
 from .gemm import second_half_is_padding, take_task
-from .sync import fence_proxy, load_acquire, nap, wait_at_least
+from .sync import apart, fence_proxy, load_acquire, nap, wait_at_least
 
 
 @gluon.jit
@@ -219,8 +224,12 @@ def _input_counter(s, rows, flags, kind, slot, tile, expert, x_pieces, all_dh, R
     target = gl.where(kind == DX, dh_columns(s, slot), gl.where(kind == DH, dh_target, weight_target))
     if RECOMPUTE:
         z_ready = z_done(s, flags) + 1 + counter_of(s, slot, gl.where(kind == DH, tile, 0), flags.capacity)
+        z_target = z_columns(s, slot, RECOMPUTE)
+        if RECOMPUTE == Z_AGAIN:
+            z_ready = gl.where(z_target > 0, z_ready, dh_pointer)     # what forward saved, or a shared expert's: only dy and gates are waited for
+            z_target = gl.where(z_target > 0, z_target, dh_target)
         counter = gl.where(kind == Z, dh_pointer, gl.where(kind == DH, z_ready, counter))
-        target = gl.where(kind == Z, dh_target, gl.where(kind == DH, z_columns(s, slot), target))
+        target = gl.where(kind == Z, dh_target, gl.where(kind == DH, z_target, target))
     return counter, target
 
 
@@ -243,28 +252,32 @@ def _wait_inputs(flags, kind, slot, counter, target, seen, tile, all_dh, dh_comp
 
 
 @gluon.jit
-def _plan_of(s, rows, phase, kind, slot, tile, expert):
-    """(expert, its rows, its first row, pieces of x that its rows take) of a task; zeros where that does not apply."""
+def _plan_of(s, rows, phase, kind, slot, tile, expert, waves, RECOMPUTE: gl.constexpr):
+    """(expert, its rows, its first row) of a task; zeros where that does not apply. With waves its rows in this one, and marks(first_row) of them."""
     live = phase < s.num_phases
     routed_pair = live & (kind <= DX) & (slot < 0)
     weight = live & (kind >= DW_UP) & (slot < 0)
     e = gl.where(routed_pair, gl.load(rows.tile_to_expert + tile, mask=routed_pair, other=0), gl.where(weight, expert, 0))
-    tokens = gl.load(rows.tokens_per_expert + e, mask=weight, other=0)
-    first = gl.load(rows.expert_offsets + e, mask=weight, other=0).to(gl.int32)
+    if RECOMPUTE == Z_AGAIN:
+        tokens, first, marks = rows_in_wave(rows.expert_offsets, rows.tokens_per_expert, e, waves[0].wave, weight, 1)
+        first += marks
+    else:
+        tokens = gl.load(rows.tokens_per_expert + e, mask=weight, other=0)
+        first = gl.load(rows.expert_offsets + e, mask=weight, other=0).to(gl.int32)
     return e, tokens, first
 
 
 @gluon.jit
-def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
+def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, waves, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Loads both operands of every task, in order. descriptors: routed = (dy_rows, x_rows, z, dz, wh, w_up, w_down), shared_i = (z, w_up, w_down),
-    tokens_desc = (dy, x, shared dz, shared wh)."""
+    tokens_desc = (dy, x, shared dz, shared wh). waves: with them (Carry, descriptor of the z that is made again)."""
     s = own(s)
     it = gl.program_id(0) * 0
     all_dh = all_dh_tasks(s)
     taken = take_task(flags.totals)
     phase, index = seek(s, it, taken, RECOMPUTE)
     kind, slot, tile, column, expert = locate(s, phase, index, RECOMPUTE)
-    expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert)
+    expert, tokens, first = _plan_of(s, rows, phase, kind, slot, tile, expert, waves, RECOMPUTE)
     idle = second_half_is_padding(rows.row_to_slot, gl.where(kind <= DX, slot, 0), tile, phase < s.num_phases)
     seen = it - 1
     count = it
@@ -274,6 +287,9 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
         bits = kind
         if RECOMPUTE:
             bits = gl.where(kind == Z, TASK_Z, kind)
+        if RECOMPUTE == Z_AGAIN:
+            bits += first & TASK_MARKS
+            first = first & (TASK_BEGUN - 1)
         push_task(tasks, count, bits + (slot + 1) * 4 + gl.where(idle, TASK_IDLE, 0) + column * TASK_COLUMN, tile, steps, expert)
         count += 1
         nap(index + phase, DEBUG)
@@ -288,19 +304,21 @@ def producer(s, rows, flags, pipe, tasks, routed, shared_0, shared_1, tokens_des
         next_phase, next_index = seek(s, phase, index + after - taken, RECOMPUTE)
         taken = after
         next_kind, next_slot, next_tile, next_column, next_expert = locate(s, next_phase, next_index, RECOMPUTE)
-        next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert)
+        next_expert, next_tokens, next_first = _plan_of(s, rows, next_phase, next_kind, next_slot, next_tile, next_expert, waves, RECOMPUTE)
         next_idle = second_half_is_padding(rows.row_to_slot, gl.where(next_kind <= DX, next_slot, 0), next_tile, next_phase < s.num_phases)
         next_counter, _ = _input_counter(s, rows, flags, next_kind, next_slot, next_tile, next_expert, it, all_dh, RECOMPUTE)
         seen = load_acquire(gl.where(next_phase < s.num_phases, next_counter, counter))
         it = _load_steps(s, pipe, it, place, steps, filled, steps, routed, shared_0, shared_1, tokens_desc, RECOMPUTE)
         if kind == DH:
-            if slot < 0:
+            if RECOMPUTE == Z_AGAIN and (slot < 0) & ((s.wants & WANT_Z) != 0):
+                it = apart(_load_z(waves[1], tile * TILE_M, column, pipe, it), "z_again_desc")
+            elif slot < 0:
                 it = _load_z(routed[2], tile * TILE_M, column, pipe, it)
             elif slot == 0:
                 it = _load_z(shared_0[0], tile * TILE_M, column, pipe, it)
             else:
                 it = _load_z(shared_1[0], tile * TILE_M, column, pipe, it)
-        if has_store_step(rows, kind, slot, RECOMPUTE):
+        if has_store_step(rows, kind, slot, bits, RECOMPUTE):
             it = _store_step(pipe, it)
         phase, index, kind, slot, tile, column = next_phase, next_index, next_kind, next_slot, next_tile, next_column
         expert, tokens, first, idle = next_expert, next_tokens, next_first, next_idle

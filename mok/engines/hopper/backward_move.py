@@ -16,6 +16,8 @@ from .backward_pipe import (
     DH_DONE,
     DX_DONE,
     SLOTS_DONE,
+    TASK_BEGUN,
+    TASK_UNFINISHED,
     TICKET,
     WAIT_ALL_DH,
     WAIT_ALL_DX,
@@ -36,6 +38,7 @@ from .backward_tasks import (
     own,
     shared_wants,
 )
+from .backward_waves import bias_blocks, biases_of_carry, rows_in_wave
 from .compat import aggregate, thread_barrier
 from .gemm import LOG2_E
 from .peers import OWN_SLOTS, peers_of, rows_at
@@ -301,10 +304,12 @@ def finish_dx(s, rows, flags, m, VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl
 
 
 @gluon.jit
-def _column_sums(source, stride, first, count, columns, inside, weights, route, K, WEIGHTED: gl.constexpr, L: gl.constexpr):
-    """Sum over rows first..first+count-1, in order, of source[row] (fp32); WEIGHTED 1: of weights[slot] * source[token of slot], slot = route[row];
-    2: of weights[row] * source[row]."""
+def _column_sums(source, stride, first, count, columns, inside, weights, route, K, start, WEIGHTED: gl.constexpr, STARTED: gl.constexpr, L: gl.constexpr):
+    """Sum over rows first..first+count-1, in order, of source[row] (fp32), from +0 or, if STARTED, from `start`; WEIGHTED 1: of weights[slot] * source[token
+    of slot], slot = route[row]; 2: of weights[row] * source[row]."""
     acc = columns.to(gl.float32) * 0.0
+    if STARTED:
+        acc = start
     for r in range(0, count, 4):
         v0, w0 = _weighted_row(source, stride, first + r, r < count, columns, inside, weights, route, K, WEIGHTED)
         v1, w1 = _weighted_row(source, stride, first + r + 1, r + 1 < count, columns, inside, weights, route, K, WEIGHTED)
@@ -352,13 +357,43 @@ def _bias_sums(s, rows, m, dy, NW: gl.constexpr, EP: gl.constexpr):
         if block < up_blocks:
             columns = block * COLUMNS + lanes
             inside = columns < 2 * s.I
-            acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 0, L)
+            acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, (), 0, False, L)
             gl.store(m.db_up + e.to(gl.int64) * (2 * s.I) + columns, acc.to(gl.bfloat16), mask=inside)
         else:
             columns = (block - up_blocks) * COLUMNS + lanes
             inside = columns < s.H
-            acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, 1 + EP, L)
+            acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, (), 1 + EP, False, L)
             gl.store(m.db_down + e.to(gl.int64) * s.H + columns, acc.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def _bias_sums_of_wave(s, rows, m, dy, carry, NW: gl.constexpr):
+    """`_bias_sums` of one wave: an expert's chain begins with what the wave before left of it, and is left to the next one where that has more of its rows."""
+    L: gl.constexpr = gl.BlockedLayout([8], [32], [NW], [0])
+    COLUMNS: gl.constexpr = 256 * NW
+    lanes = gl.arange(0, COLUMNS, layout=L)
+    up_blocks, down_blocks = bias_blocks(s, COLUMNS)
+    blocks = up_blocks + down_blocks
+    for task in range(this_cta(s.T), m.num_experts * blocks, grid_size(s.T)):
+        e = task // blocks
+        block = task - e * blocks
+        count, first, marks = rows_in_wave(rows.expert_offsets, rows.tokens_per_expert, e, carry.wave, e >= 0, NW)
+        if (count > 0) | (gl.load(rows.tokens_per_expert + e) == 0):
+            is_up = block < up_blocks
+            columns = gl.where(is_up, block, block - up_blocks) * COLUMNS + lanes
+            inside = columns < gl.where(is_up, 2 * s.I, s.H)
+            place = gl.where(is_up, 0, 2 * s.I) + columns
+            acc = gl.load(biases_of_carry(s, carry, 1, NW) + place, mask=inside & ((marks & TASK_BEGUN) != 0), other=0.0)
+            if is_up:
+                acc = _column_sums(m.dz, 2 * s.I, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, acc, 0, True, L)
+            else:
+                acc = _column_sums(dy.x, dy.x_stride, first, count, columns, inside, rows.topk_weights, rows.row_to_slot, m.K, acc, 2, True, L)
+            if (marks & TASK_UNFINISHED) != 0:
+                gl.store(biases_of_carry(s, carry, 0, NW) + place, acc, mask=inside)
+            elif is_up:
+                gl.store(m.db_up + e.to(gl.int64) * (2 * s.I) + columns, acc.to(gl.bfloat16), mask=inside)
+            else:
+                gl.store(m.db_down + e.to(gl.int64) * s.H + columns, acc.to(gl.bfloat16), mask=inside)
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from .backward_tasks import (
     DX,
     TILE_M,
     TILE_N,
+    Z_AGAIN,
     Z,
     product_needed,
     width_of,
@@ -121,6 +122,9 @@ class Tasks:
 # bits of a task record: 0-1 kind, 2-3 shared expert + 1, 4 rows 64.. are padding, 5 no more tasks; the column tile from bit 6 on
 TASK_IDLE, TASK_END, TASK_COLUMN = gl.constexpr(16), gl.constexpr(32), gl.constexpr(64)
 TASK_Z = gl.constexpr(1 << 30)           # with RECOMPUTE: the kind is Z, and bits 0-1 are zero
+TASK_BEGUN = gl.constexpr(1 << 28)       # with waves, of a weight gradient: its sums begin with what the wave before left
+TASK_UNFINISHED = gl.constexpr(1 << 29)  # likewise: its sums are left to the next wave
+TASK_MARKS = gl.constexpr(3 << 28)       # both
 QUEUE = gl.constexpr(4)
 
 
@@ -155,7 +159,8 @@ def unpack(bits, RECOMPUTE: gl.constexpr):
     """(kind, shared expert or -1, column tile) of a task record's bits."""
     if RECOMPUTE:
         is_z = (bits >= TASK_Z).to(gl.int32)
-        kind, slot, column = (bits & 3) - is_z, ((bits >> 2) & 3) - 1, (bits & (TASK_Z - 1)) // TASK_COLUMN
+        columns: gl.constexpr = (TASK_BEGUN if RECOMPUTE == Z_AGAIN else TASK_Z) - 1
+        kind, slot, column = (bits & 3) - is_z, ((bits >> 2) & 3) - 1, (bits & columns) // TASK_COLUMN
     else:
         kind, slot, column = bits & 3, ((bits >> 2) & 3) - 1, bits // TASK_COLUMN
     return kind, slot, column
@@ -281,10 +286,13 @@ def partials_of(s, rows, flags, slot, column, row):
 
 
 @gluon.jit
-def has_store_step(rows, kind, slot, RECOMPUTE: gl.constexpr):
-    """Whether a task's result goes through a store step: all but DH and what is added into main_grad."""
+def has_store_step(rows, kind, slot, bits, RECOMPUTE: gl.constexpr):
+    """Whether a task's result goes through a store step: all but DH, what is added into main_grad and, with waves, unfinished sums. bits: its record's."""
     if RECOMPUTE:
         row_result = (kind == DX) | (kind == Z)
     else:
         row_result = kind == DX
-    return row_result | ((kind >= DW_UP) & ((slot >= 0) | (into_main_grad(rows) == 0)))
+    weight_result = (kind >= DW_UP) & ((slot >= 0) | (into_main_grad(rows) == 0))
+    if RECOMPUTE == Z_AGAIN:
+        weight_result = weight_result & ((bits & TASK_UNFINISHED) == 0)
+    return row_result | weight_result

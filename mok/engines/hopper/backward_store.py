@@ -25,6 +25,7 @@ from .backward_tasks import (
     TILE_N,
     WANT_DOWN,
     WANT_X,
+    Z_AGAIN,
     Z,
     counter_of,
     own,
@@ -135,7 +136,9 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
         elif RECOMPUTE and kind == Z:
             z_desc, shared_z_0, shared_z_1 = recomputed
             at = tile * TILE_M                           # of a shared expert too: each has a descriptor of its own
-            if slot < 0:
+            if RECOMPUTE == Z_AGAIN:
+                _store_both(z_desc, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
+            elif slot < 0:
                 _store_both(z_desc, 0, 0, at, column * HALF_N, pipe, it, out_0, out_1, handed, idle, 3, True)
                 handed = apart(handed, "z_desc")
             elif slot == 0:
@@ -161,7 +164,7 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             add_release(flags.totals + DX_DONE, 1)
             handed += 1
             it += 1
-        elif has_store_step(rows, kind, slot, RECOMPUTE):
+        elif has_store_step(rows, kind, slot, bits, RECOMPUTE):
             half_tiles = gl.cdiv(width_of(s, slot), TILE_M)
             half = ((kind == DW_UP) & (tile >= half_tiles)).to(gl.int32)
             at = (tile - half * half_tiles) * TILE_M

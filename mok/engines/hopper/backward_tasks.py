@@ -47,7 +47,7 @@ class Schedule:
     H, I, I_0, I_1 (widths of the shared experts); T; num_tiles used routed row tiles; token_tiles row tiles of a shared expert; group_tiles = G;
     shared_groups before the first routed group; pair_phases (Z,) DH and DX phases, then num_phases with the weight gradients; num_shared.
     wants: bit 0 dx, 1 d_topk_weights, 2 dw_gate_up, 3 dw_down, 4 db_gate_up, 5 db_down; 8, 9, 10 (11, 12, 13): shared expert 0's (1's)
-    dw_gate_up, dw_down, d_gate_weight. need_dh: whether the DH product itself is needed or w*h alone.
+    dw_gate_up, dw_down, d_gate_weight; with waves 14 and from 16 on WANT_Z and FIRST_EXPERT. need_dh: whether the DH product itself is needed or w*h alone.
     """
     H: gl.tensor
     I: gl.tensor
@@ -87,6 +87,9 @@ WANT_DOWN = gl.constexpr(8)
 WANT_BIAS_UP = gl.constexpr(16)
 WANT_BIAS_DOWN = gl.constexpr(32)
 WANT_SHARED = gl.constexpr(8)      # first bit of shared expert 0; three bits each
+WANT_Z = gl.constexpr(1 << 14)     # with waves: this one makes z again
+FIRST_EXPERT = gl.constexpr(1 << 16)   # with waves: times the first expert whose weight gradients this one adds to
+Z_AGAIN = gl.constexpr(2)          # RECOMPUTE of the binaries with waves (backward_waves.py): Z tasks of routed experts, in waves that say WANT_Z
 ROUTED_PRODUCT = gl.constexpr(1 | 2 | 4 | 16)        # gradients that need dh; dw_down alone needs only w*h
 ROUTED_TASKS = gl.constexpr(1 | 2 | 4 | 8 | 16)      # gradients that need DH tasks
 ANY_WEIGHT = gl.constexpr(4 | 8 | 0x1B00)            # gradients that need weight-gradient phases
@@ -142,9 +145,12 @@ def dh_columns(s, slot):
 
 
 @gluon.jit
-def z_columns(s, slot):
+def z_columns(s, slot, RECOMPUTE: gl.constexpr = True):
     """Column tiles of Z: every DH task reads z, whatever it is wanted for."""
-    return gl.where(dh_columns(s, slot) > 0, gl.cdiv(width_of(s, slot), HALF_N), 0)
+    columns = gl.where(dh_columns(s, slot) > 0, gl.cdiv(width_of(s, slot), HALF_N), 0)
+    if RECOMPUTE == Z_AGAIN:
+        columns = gl.where((slot < 0) & ((s.wants & WANT_Z) != 0), columns, 0)
+    return columns
 
 
 @gluon.jit
@@ -161,11 +167,11 @@ def all_dh_tasks(s):
 
 
 @gluon.jit
-def all_z_tasks(s):
+def all_z_tasks(s, RECOMPUTE: gl.constexpr = True):
     """Z tasks of the whole launch."""
-    total = s.num_tiles * z_columns(s, s.T * 0 - 1)
-    total += gl.where(s.num_shared > 0, s.token_tiles * z_columns(s, s.T * 0), 0)
-    return total + gl.where(s.num_shared > 1, s.token_tiles * z_columns(s, s.T * 0 + 1), 0)
+    total = s.num_tiles * z_columns(s, s.T * 0 - 1, RECOMPUTE)
+    total += gl.where(s.num_shared > 0, s.token_tiles * z_columns(s, s.T * 0, RECOMPUTE), 0)
+    return total + gl.where(s.num_shared > 1, s.token_tiles * z_columns(s, s.T * 0 + 1, RECOMPUTE), 0)
 
 
 @gluon.jit
@@ -195,14 +201,17 @@ def phase_group(s, phase, RECOMPUTE: gl.constexpr = False):
 
 
 @gluon.jit
-def phase_weight(s, phase):
+def phase_weight(s, phase, RECOMPUTE: gl.constexpr = False):
     """(shared expert or -1, expert, is dw_down) of a weight-gradient phase."""
     experts = (s.num_phases - s.pair_phases) // 2
     place = phase - s.pair_phases
     down = place >= experts
     place = gl.where(down, place - experts, place)
     slot = gl.where(place < s.num_shared, place, -1)
-    return slot, place - s.num_shared, down
+    expert = place - s.num_shared
+    if RECOMPUTE == Z_AGAIN:
+        expert += s.wants // FIRST_EXPERT
+    return slot, expert, down
 
 
 @gluon.jit
@@ -222,11 +231,11 @@ def phase_tasks(s, phase, RECOMPUTE: gl.constexpr = False):
     if phase < s.pair_phases:
         slot, _, tiles = phase_group(s, phase, RECOMPUTE)
         if RECOMPUTE:
-            tasks = tiles * gl.where(phase % 3 == 0, z_columns(s, slot), gl.where(phase % 3 == 1, dh_columns(s, slot), dx_columns(s)))
+            tasks = tiles * gl.where(phase % 3 == 0, z_columns(s, slot, RECOMPUTE), gl.where(phase % 3 == 1, dh_columns(s, slot), dx_columns(s)))
         else:
             tasks = tiles * gl.where(phase % 2 == 0, dh_columns(s, slot), dx_columns(s))
     else:
-        slot, _, down = phase_weight(s, phase)
+        slot, _, down = phase_weight(s, phase, RECOMPUTE)
         rows, columns = weight_tiles(s, slot, down)
         tasks = rows * columns
     return tasks
@@ -264,7 +273,7 @@ def locate(s, phase, index, RECOMPUTE: gl.constexpr = False):
         column = index // tiles
         tile = first + index - column * tiles
     else:
-        slot, expert, down = phase_weight(s, phase)
+        slot, expert, down = phase_weight(s, phase, RECOMPUTE)
         kind = gl.where(down, DW_DOWN, DW_UP)
         rows, columns = weight_tiles(s, slot, down)
         per_group = gl.maximum(WEIGHT_GROUP * columns, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from ...fabric.flag_page import ABORT_HOST, MAX_RANKS, page_bytes
 from ...fabric.process_group import FabricError, FabricTimeout
 from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
+from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import backward_launch, expert_parallel_backward, expert_parallel_plan, launch, plan_kernel
 from .expert_parallel_plan import EXCHANGE_LAUNCH, _exchange_ids_kernel, ids_words
@@ -67,21 +69,27 @@ class FusedGroup:
     """One rank's side of a group whose passes communicate inside their launches. bf16; H = hidden_size, K = top_k, T <= max_tokens on every rank.
 
     memory: buffers of `buffer_sizes`, zeroed. blocks: CTAs that may be resident beside what else runs on the device. Building one loads its variants.
+    capacity_factor: rows beyond that many times the balanced load go through the buffers again (mok/waves.py); None = room for the worst case.
     All ranks make the same calls in the same order; a difference, a peer that gives up or one that does not come within timeout_s is raised by the
     next call or mok.check() as FabricError or FabricTimeout naming the rank. The group is dead then.
     """
 
     def __init__(self, memory: Buffers, rank: int, world_size: int, *, num_experts: int, max_tokens: int, hidden_size: int, top_k: int,
-                 timeout_s: float, blocks: int, cooperative: bool) -> None:
+                 timeout_s: float, blocks: int, cooperative: bool, capacity_factor: float | None = None) -> None:
         self.memory, self.rank, self.world_size = memory, rank, world_size
         self.num_experts, self.max_tokens, self.hidden_size, self.top_k, self.timeout_s = num_experts, max_tokens, hidden_size, top_k, timeout_s
         self.device = memory.local["flags"].device
         self.debug = False                                    # roles sleep at random; for tests
         self._peers = peer_table(memory, rank, world_size)
-        rows = plan_capacity(world_size * max_tokens * top_k, experts_of_rank(num_experts, world_size, rank)[1])
+        routes = world_size * max_tokens * top_k
+        rows = plan_capacity(routes, experts_of_rank(num_experts, world_size, rank)[1])
+        self._wave_tiles = None if capacity_factor is None else bounded_tiles(capacity_factor, routes, num_experts, world_size)
+        own_tiles = None if self._wave_tiles is None else self._wave_tiles[rank >= num_experts % world_size]
+        rows = rows if own_tiles is None else own_tiles * launch.TILE
         token_tiles = -(-max_tokens // launch.TILE)
         state, capacity, self._record = group_state(self.device, max(rows // launch.TILE, 8 * token_tiles), self._peers, timeout_s)
-        self.launch = GroupLaunch(state, capacity, blocks, cooperative, blocks / torch.cuda.get_device_properties(self.device).multi_processor_count)
+        self.launch = GroupLaunch(state, capacity, blocks, cooperative, blocks / torch.cuda.get_device_properties(self.device).multi_processor_count,
+                                  own_tiles)
         self._everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
@@ -125,12 +133,12 @@ class FusedGroup:
         with torch.cuda.device(self.device), _Ordered(self):
             expert_parallel_plan.exchange_ids(topk_ids, self.num_experts, self.max_tokens, number, self._everybody, self.launch.state, self.debug)
             whole = plan_kernel.build_plan(self._everybody, self.num_experts)
-            return expert_parallel_plan.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens)
+            return self._cut(whole, topk_ids)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
-        """One launch: y (T, H) and what backward needs; z has the worst case's rows. Every rank launches, also one without tokens or rows."""
+        """One launch: y (T, H) and what backward needs; z has the rows of the buffers. Every rank launches, also one without tokens or rows."""
         self.raise_if_dead()
-        config = ForwardConfig(options.save_for_backward, several_ranks=True, debug=self.debug)
+        config = ForwardConfig(options.save_for_backward, several_ranks=True, waves=self.bounded, debug=self.debug)
         with _Ordered(self):
             return launch.forward(plan, tensors, options, config, group=self.launch)
 
@@ -206,10 +214,11 @@ class FusedGroup:
             arguments = expert_parallel_plan.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._everybody, self.launch.state, self.debug)
             _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)._init_handles()
             whole = plan_kernel.build_plan(self._everybody, self.num_experts)
-            expert_parallel_plan.cut_plan(whole, typed, self.num_experts, self.rank, self.world_size, self.max_tokens)
+            self._cut(whole, typed)
         plan, tensors = self._smallest_pass()
         for save in (False, True):
-            launch.load(plan, tensors, PassOptions(save_for_backward=save), ForwardConfig(save, several_ranks=True, debug=self.debug), self.launch)
+            launch.load(plan, tensors, PassOptions(save_for_backward=save), ForwardConfig(save, several_ranks=True, waves=self.bounded, debug=self.debug),
+                        self.launch)
         self.load_backward(PassOptions())
 
     def _smallest_pass(self) -> tuple[RoutingPlan, MoETensors]:
@@ -219,7 +228,25 @@ class FusedGroup:
         H, I = self.hidden_size, 16
         tensors = MoETensors(ids.new_zeros((1, H), dtype=torch.bfloat16), ids.new_zeros((1, self.top_k), dtype=torch.float32),
                              ids.new_zeros((experts, 2 * I, H), dtype=torch.bfloat16), ids.new_zeros((experts, H, I), dtype=torch.bfloat16))
-        return empty_plan(ids, experts, launch.TILE), tensors
+        plan = empty_plan(ids, experts, launch.TILE)
+        if self.bounded:
+            plan = replace(plan, slot_to_rank=torch.empty_like(plan.slot_to_row), wave_tiles=ids.new_zeros((self.world_size, 2)))
+        return plan, tensors
+
+    @property
+    def bounded(self) -> bool:
+        """Whether rows beyond a capacity go through the buffers again."""
+        return self._wave_tiles is not None
+
+    def wave_counts(self) -> WaveCounts:
+        """What this group's launches have counted on this rank; waits for those in flight."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+        return WaveCounts(*self.launch.state[12:16].tolist())
+
+    def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:
+        """This rank's part of the plan of everybody's ids."""
+        return expert_parallel_plan.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens, self._wave_tiles)
 
 
 class _Ordered:
@@ -239,6 +266,16 @@ class _Ordered:
         if not torch.cuda.is_current_stream_capturing():
             group._event.record(self._now)
             group._stream = self._now
+
+
+def bounded_tiles(capacity_factor: float, routes: int, num_experts: int, world_size: int) -> tuple[int, int]:
+    """Row tiles of a rank's buffers: on the first E mod W ranks, which own an expert more, and on the others; routes: the most that there can be.
+
+    bounded_tiles(1.0, 1024, 5, 2) == (8, 6): 615 routes and padding of 3 experts in 996 rows, 410 and 2 in 664.
+    """
+    more, fewer = (wave_capacity(capacity_factor, routes, num_experts, experts_of_rank(num_experts, world_size, rank)[1])
+                   for rank in (0, world_size - 1))
+    return more // launch.TILE, fewer // launch.TILE
 
 
 def signature_number(signature: str) -> int:

@@ -37,8 +37,11 @@ def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
                    group: GroupLaunch, pass_number: int, debug: bool = False, group_tiles: int | None = None) -> Grads:
     """`hopper_backward` of one rank of several, all of which launch, those without tokens too.
 
-    pass_number: what ranks compare, 0 to 2^31 - 1. Raises ValueError where reserve_sms leaves no multiprocessor.
+    pass_number: what ranks compare, 0 to 2^31 - 1. Raises ValueError where reserve_sms leaves no multiprocessor, NotImplementedError for `recompute` where
+    buffers are bounded: the binary with waves reads the first one's z.
     """
+    _check_recompute(options, group)
+    plan = _of_buffers(plan, group)
     with on_device(tensors.x):
         grads = written = _empty_grads(tensors, wants, main_grad)
         if want_bits(wants) == 0:
@@ -53,14 +56,14 @@ def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
             written = replace(grads, shared=[])
         tensors = replace(tensors, topk_weights=_aligned(tensors.topk_weights))
         group_tiles = group_tiles or _tiles_of_group(options, tensors, group)
-        buffers, row_weights = _buffers(plan, tensors, T, wants, options)
-        settings = ("ranks", group.cooperative, group.card, pass_number, debug, group_tiles, options.overlap, T, row_weights.data_ptr())
+        buffers, row_weights = _buffers(plan, tensors, T, wants, options, group)
+        settings = ("ranks", group.cooperative, group.wave_tiles, group.card, pass_number, debug, group_tiles, options.overlap, T, row_weights.data_ptr())
         key = _key(plan, tensors, options, saved, dy, wants, main_grad, written, settings, buffers)
         found = ready_arguments.find_launch(key)
         if found is not None:
             found[0](group.blocks - reserve_sms, current_stream(tensors.x.device.index), group.state.data_ptr(), _set_words(group.state))
             return grads
-        config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug), recompute=options.recompute is not None)
+        config = _config(options, group, debug)
         arguments = ready_arguments.find(key)
         if arguments is None:
             arguments = _group_arguments(plan, tensors, options, saved, dy, wants, main_grad, written, buffers, row_weights, group, pass_number, group_tiles)
@@ -77,13 +80,29 @@ def group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
 def load_group_backward(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, group: GroupLaunch, debug: bool) -> None:
     """Compile and load the variant that `group_backward` with these options would launch; run nothing."""
     wants = Wants(x=True)
-    config = BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug), recompute=options.recompute is not None)
+    _check_recompute(options, group)
+    config, plan = _config(options, group, debug), _of_buffers(plan, group)
     saved = Saved(tensors.x.new_empty((plan.num_rows, tensors.w_gate_up.shape[1])), tensors.x.new_empty((tensors.x.shape[0], 0)))
     with on_device(tensors.x):
-        buffers, row_weights = _buffers(plan, tensors, tensors.x.shape[0], wants, options)
+        buffers, row_weights = _buffers(plan, tensors, tensors.x.shape[0], wants, options, group)
         arguments = _group_arguments(plan, tensors, options, saved, tensors.x, wants, None, _empty_grads(tensors, wants, None), buffers, row_weights, group,
                                      0, 2)
         _backward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
+
+
+def _config(options: PassOptions, group: GroupLaunch, debug: bool) -> BackwardConfig:
+    return BackwardConfig(VARIANTS[_variant(options)], several_ranks=True, debug=int(debug), recompute=options.recompute is not None,
+                          waves=group.wave_tiles is not None)
+
+
+def _check_recompute(options: PassOptions, group: GroupLaunch) -> None:
+    if options.recompute is not None and group.wave_tiles is not None:
+        raise NotImplementedError(f"recompute={options.recompute!r} must be None where capacity_factor bounds the buffers of launches")
+
+
+def _of_buffers(plan: RoutingPlan, group: GroupLaunch) -> RoutingPlan:
+    """The plan with as many rows as the buffers have; the kernel reads its maps behind that, too, one wave after the other."""
+    return plan if group.wave_tiles is None else replace(plan, row_to_slot=plan.row_to_slot[:group.rows(plan)])
 
 
 def _with_memory_for_a_token(tensors: MoETensors, plan: RoutingPlan, wants: Wants) -> tuple[MoETensors, RoutingPlan, Tensor, Wants]:
@@ -108,12 +127,13 @@ def _tiles_of_group(options: PassOptions, tensors: MoETensors, group: GroupLaunc
     return tiles if asked else max(2, round(tiles * group.card))
 
 
-def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants,
-             options: PassOptions) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
+def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants, options: PassOptions,
+             group: GroupLaunch) -> tuple[tuple[backward_launch.BackwardScratch, Tensor, Tensor], Tensor]:
     """One rank's scratch (sizes, bf16 and fp32 memory), with rows of dy where db_down alone is summed over them, and routing weights by row (R,) fp32."""
     x, rows = tensors.x, plan.num_rows
     widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
-    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, options.recompute is not None)
+    sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, options.recompute is not None,
+                                        group.wave_tiles is not None)
     if wants.b_down and not sizes.dy_rows:
         sizes = replace(sizes, dy_rows=rows * x.shape[1])
     return (sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)), new_empty(x, (rows,), torch.float32)
@@ -123,10 +143,11 @@ def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOption
                      grads: Grads, buffers: tuple[backward_launch.BackwardScratch, Tensor, Tensor], row_weights: Tensor, group: GroupLaunch,
                      pass_number: int, group_tiles: int) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
-    recompute = options.recompute is not None
+    recompute, waves = options.recompute is not None, group.wave_tiles is not None
     row_tiles, token_tiles, count = plan.num_rows // TILE, -(-tensors.x.shape[0] // TILE), len(tensors.shared)
-    counters = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + EXTRA_COUNTERS + (1 + row_tiles + count * token_tiles) * recompute
+    counters = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + EXTRA_COUNTERS
+    counters += (1 + row_tiles + count * token_tiles) * (recompute or waves)
     assert SET_HEADER.value + counters <= _set_words(group.state), "the group's control block was made for the worst case"
-    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, recompute)
+    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, recompute, waves)
     arguments[_PASS_NUMBER], arguments[_ROW_WEIGHTS] = pass_number, row_weights
     return arguments

@@ -17,6 +17,7 @@ from .backward_move import (
     SUM_ROWS,
     Source,
     _bias_sums,
+    _bias_sums_of_wave,
     _copy_piece,
     _dots,
     _expert_pieces,
@@ -41,6 +42,8 @@ from .backward_tasks import (
     WANT_TOPK,
     WANT_UP,
     WANT_X,
+    WANT_Z,
+    Z_AGAIN,
     all_dh_tasks,
     all_dx_tasks,
     dh_columns,
@@ -77,6 +80,7 @@ from .sync import (
     WAIT_PEER_GRADS,
     WAIT_PEER_SENT,
     WAIT_SIGNATURE,
+    WAIT_WAVE,
     add_release,
     fence_proxy,
     fresh,
@@ -87,8 +91,9 @@ from .sync import (
     this_cta,
     wait_at_least,
 )
+from .wave_loop import count_waves, is_last, wave_index
 
-EXTRA_COUNTERS = 2                 # words of a set behind those of one rank: CTAs that have staged, CTAs that have sent
+EXTRA_COUNTERS = 3                 # words of a set behind those of one rank: CTAs that have staged, CTAs that have sent, arrivals between waves
 
 
 @gluon.jit
@@ -100,7 +105,9 @@ def _pulls_dy(s):
 @gluon.jit
 def _pulls_x(s, RECOMPUTE: gl.constexpr):
     """Whether rows of x are needed: by dw_gate_up, or by z where it is made again."""
-    if RECOMPUTE:
+    if RECOMPUTE == Z_AGAIN:
+        return (dh_columns(s, s.T * 0 - 1) > 0) & ((s.wants & (WANT_UP | WANT_Z)) != 0)
+    elif RECOMPUTE:
         return dh_columns(s, s.T * 0 - 1) > 0
     else:
         return (s.wants & WANT_UP) != 0
@@ -199,9 +206,8 @@ def _take_weight_gradients(s, flags, m, NW: gl.constexpr):
 
 
 @gluon.jit
-def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
-    """Push this rank's results to their homes, tell all ranks, and wait until all have told."""
-    epoch = _epoch(flags.control)
+def _push_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+    """This rank's results to their homes; a CTA's share of them."""
     if (s.wants & WANT_TOPK) != 0:
         _push_weight_gradients(s, rows, flags, m, dy_rows, NW)
     if (s.wants & WANT_X) != 0:
@@ -211,7 +217,14 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
             nap(piece + 17, DEBUG)
             alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
             push_rows(s, m.dx, m.results, rows.row_to_slot, m.row_to_rank, flags.control, piece, alive, VECTORS, NW)
-    thread_barrier()                          # the role's pulls and pushes before its arrival ...
+    thread_barrier()                          # the role's pulls and pushes before its arrival, whomever that tells
+
+
+@gluon.jit
+def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+    """Push this rank's results to their homes, tell all ranks, and wait until all have told."""
+    epoch = _epoch(flags.control)
+    _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
     sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
     # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
     if (sent == grid_size(s.T) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
@@ -221,10 +234,12 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
 
 
 @gluon.jit
-def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr,
+def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr,
                 RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
-    """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature."""
+    """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature. waves = (Carry,) with waves."""
     s = own(s)
+    if RECOMPUTE == Z_AGAIN and wave_index(waves[0].wave, NW) == 0:
+        count_waves(flags.control, waves[0].wave)
     if gated(rows) != 0:
         _gates(s, rows, flags, x, m, NW, DEBUG)
     wait_for_all(flags.control, GRADS_READY, _epoch(flags.control), WAIT_PEER_GRADS)
@@ -257,6 +272,26 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
             add_release(counter, 1)
     wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)
     thread_barrier()
+    if RECOMPUTE == Z_AGAIN and is_last(waves[0].wave, NW) == 0:
+        _end_wave(s, rows, flags, m, dy_rows, waves[0], VECTORS, NW, DEBUG)
+    else:
+        _end_pass(s, rows, flags, m, x, dy_rows, waves, VECTORS, NW, RECOMPUTE, DEBUG)
+
+
+@gluon.jit
+def _end_wave(s, rows, flags, m, dy_rows, carry, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+    """The end of a wave that others follow: pushes, and the sums over rows that the next one goes on with. Nobody is told, nothing is summed at home."""
+    _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
+    if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
+        add_release(flags.x_ready + m.num_experts + 1, 1)
+        wait_at_least(flags.x_ready + m.num_experts + 1, grid_size(s.T), flags.control, WAIT_WAVE, s.num_tiles)     # all rows of dy have been pulled
+        thread_barrier()
+        _bias_sums_of_wave(s, rows, m, Source(dy_rows, s.H), carry, NW)
+
+
+@gluon.jit
+def _end_pass(s, rows, flags, m, x, dy_rows, waves, VECTORS: gl.constexpr, NW: gl.constexpr, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
+    """The end of a pass: pushes, and once all ranks have sent theirs the sums."""
     if gated(rows) != 0:
         _gate_slopes(s, rows, flags, m, NW)
     _send_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
@@ -265,6 +300,9 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, COPY_ROWS_AT_ONCE
     finish_dx(s, rows, flags, m, VECTORS, NW, 1, DEBUG)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         # every row of dy has been pulled: this rank has sent, too
-        _bias_sums(s, rows, m, Source(dy_rows, s.H), NW, 1)
+        if RECOMPUTE == Z_AGAIN:
+            _bias_sums_of_wave(s, rows, m, Source(dy_rows, s.H), waves[0], NW)
+        else:
+            _bias_sums(s, rows, m, Source(dy_rows, s.H), NW, 1)
     if gated(rows) != 0:
         _gate_weight_sums(s, rows, m, x, NW)

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from .expert_parallel import FusedGroup
 
 
-def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | str | None, timeout_s: float) -> FusedGroup | None:
+def make_fused_group(fabric: Any, sizes: dict[str, Any], device: torch.device | str | None, timeout_s: float) -> FusedGroup | None:
     """The FusedGroup of a process-group fabric's ranks, or None where a rank cannot run one, which is said once; the same on all ranks.
 
-    sizes: num_experts, max_tokens, hidden_size, top_k. Collective. Raises ValueError on all ranks where sizes differ between ranks.
+    sizes: num_experts, max_tokens, hidden_size, top_k, and capacity_factor where the group has one. Collective.
+    Raises ValueError on all ranks where sizes differ between ranks.
     """
     reason = _cannot_fuse(device, sizes, fabric.world_size)
     own: dict[str, Any] = {"reason": reason, "sizes": sizes, "device": None, "share": MPS_SHARE in os.environ}
@@ -34,7 +35,7 @@ def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | 
     facts = fabric.exchange_messages(own, "construction")
     if any(fact["sizes"] != sizes for fact in facts):
         said = "; ".join(f"rank {rank}: {fact['sizes']}" for rank, fact in enumerate(facts))
-        raise ValueError(f"num_experts, max_tokens, hidden_size and top_k must be the same on all ranks of the ExpertGroup; {said}")
+        raise ValueError(f"num_experts, max_tokens, hidden_size, top_k and capacity_factor must be the same on all ranks of the ExpertGroup; {said}")
     if sizes["num_experts"] < fabric.world_size:
         raise ValueError(f"num_experts={sizes['num_experts']} must be at least the group's {fabric.world_size} ranks")
     if reasons := [f"rank {rank}: {fact['reason']}" for rank, fact in enumerate(facts) if fact["reason"] is not None]:
@@ -48,7 +49,7 @@ def make_fused_group(fabric: Any, sizes: dict[str, int], device: torch.device | 
     return _build(fabric, sizes, _cuda_device(device), timeout_s, ranks_on[own["device"]])
 
 
-def _build(fabric: Any, sizes: dict[str, int], device: torch.device, timeout_s: float, sharing: int) -> FusedGroup | None:
+def _build(fabric: Any, sizes: dict[str, Any], device: torch.device, timeout_s: float, sharing: int) -> FusedGroup | None:
     """The buffers and kernels of this rank; sharing: ranks on its device."""
     from ...fabric.peer_memory import PeerMemory, PeersUnreachable
     from .expert_parallel import FusedGroup, buffer_sizes, resident_share
@@ -71,7 +72,7 @@ def _cuda_device(device: torch.device | str | None) -> torch.device:
     return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _cannot_fuse(device: torch.device | str | None, sizes: dict[str, int], world_size: int) -> str | None:
+def _cannot_fuse(device: torch.device | str | None, sizes: dict[str, Any], world_size: int) -> str | None:
     """Why this rank's passes cannot communicate inside their launches, or None."""
     from ...fabric.flag_page import MAX_RANKS
 
@@ -90,7 +91,7 @@ def _cannot_fuse(device: torch.device | str | None, sizes: dict[str, int], world
 def fused_of(group: Any, device: torch.device, dtype: str, H: int, I: int, K: int) -> FusedGroup | None:
     """The group's FusedGroup if passes of these sizes run in it, else None; dtype as str(torch.dtype)."""
     fused = group.fused
-    if fused is None or device != fused.device or group.capacity_factor is not None:      # waves: over the process group
+    if fused is None or device != fused.device:
         return None
     reason = fused.unsupported_reason(H, I, K) if dtype == "torch.bfloat16" else f"dtype={dtype} is not torch.bfloat16"
     if reason is not None:

@@ -117,7 +117,8 @@ def _push_piece(s, t, flags, piece, VECTORS: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, WAVES: gl.constexpr, OMIT: gl.constexpr,
+                DEBUG: gl.constexpr):
     """Pulls while the ring has room, else pushes what is finished, else sums what is complete; blocks on none of them.
 
     Before the kernel ends, every signal that peers send has been waited for (rule 5): x_ready of all ranks, all results of all tokens. The latter also
@@ -130,6 +131,8 @@ def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.const
     piece = gl.program_id(0)
     push = piece
     ticket = piece * 0 - 1                # none taken yet
+    if WAVES:
+        ticket = gl.where(fresh(s.T) > 0, ticket, 0)      # no token is summed in this wave: there is no list to wait for
     done = piece * 0
     since = clock(ticket)
     while (push < pieces) | (ticket < tickets_of(s)):

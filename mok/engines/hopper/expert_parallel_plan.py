@@ -37,7 +37,7 @@ EXCHANGE_PROGRAMS = 16                  # they wait for one another, so they all
 EXCHANGE_LAUNCH = {"num_warps": 4, **COMPILE_OPTIONS}
 CUT_LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _IDS = ["num_slots", "top_k", "num_experts", "stride_token", "stride_k", "capacity", "signature"]
-_CUT = ["num_rows", "num_slots", "slots_per_rank", "rank", "world_size", "num_experts"]
+_CUT = ["num_rows", "num_slots", "slots_per_rank", "rank", "world_size", "num_experts", "wave_tiles_more", "wave_tiles_fewer"]
 
 
 def ids_words(max_tokens: int, top_k: int) -> int:
@@ -98,10 +98,10 @@ def _exchange_ids_kernel(topk_ids, num_slots, top_k, num_experts, stride_token, 
 
 @triton.jit(do_not_specialize=_CUT, do_not_specialize_on_alignment=["row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "expert_offsets",
                                                                     "tokens_per_expert", "num_tiles", "slot_to_rank", "all_row_to_slot",
-                                                                    "all_slot_to_row", "all_tile_to_expert", "all_offsets", "all_tokens"])
+                                                                    "all_slot_to_row", "all_tile_to_expert", "all_offsets", "all_tokens", "wave_table"])
 def _cut_plan_kernel(row_to_slot, row_to_rank, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert, num_tiles, slot_to_rank, all_row_to_slot,
                      all_slot_to_row, all_tile_to_expert, all_offsets, all_tokens, num_rows, num_slots, slots_per_rank, rank, world_size, num_experts,
-                     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+                     wave_table, wave_tiles_more, wave_tiles_fewer, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, WAVES: tl.constexpr):
     base, extra = num_experts // world_size, num_experts % world_size
     first = rank * base + tl.minimum(rank, extra)
     count = base + (rank < extra).to(tl.int32)
@@ -132,6 +132,13 @@ def _cut_plan_kernel(row_to_slot, row_to_rank, slot_to_row, tile_to_expert, expe
         tl.store(expert_offsets + count, (end - begin).to(tl.int64))
         tl.store(tokens_per_expert + experts, tl.load(all_tokens + first + experts, mask=own, other=0), mask=own)
         tl.store(num_tiles, (end - begin) // BLOCK_M)
+        if WAVES:
+            for r in range(world_size):
+                first_there = r * base + tl.minimum(r, extra)
+                count_there = base + (r < extra).to(tl.int32)
+                rows_there = tl.load(all_offsets + first_there + count_there) - tl.load(all_offsets + first_there)
+                tl.store(wave_table + 2 * r, (rows_there // BLOCK_M).to(tl.int32))
+                tl.store(wave_table + 2 * r + 1, tl.where(r < extra, wave_tiles_more, wave_tiles_fewer))
 
 
 def exchange_source(ids: str) -> GluonASTSource:
@@ -141,16 +148,26 @@ def exchange_source(ids: str) -> GluonASTSource:
     return GluonASTSource(_exchange_ids_kernel, {name: types.get(name, "constexpr") for name in _exchange_ids_kernel.arg_names}, constexprs)
 
 
-def cut_plan(whole: RoutingPlan, topk_ids: Tensor, num_experts: int, rank: int, world_size: int, max_tokens: int) -> RoutingPlan:
-    """One rank's part of the plan of everybody's ids (W * max_tokens, K); topk_ids (T, K), T <= max_tokens: this rank's, for sizes only."""
+def cut_plan(whole: RoutingPlan, topk_ids: Tensor, num_experts: int, rank: int, world_size: int, max_tokens: int,
+             wave_tiles: tuple[int, int] | None = None) -> RoutingPlan:
+    """One rank's part of the plan of everybody's ids (W * max_tokens, K); topk_ids (T, K), T <= max_tokens: this rank's, for sizes only.
+
+    wave_tiles: where buffers are bounded, their row tiles on the first E mod W ranks, which own an expert more, and on the others.
+    """
     T, K = topk_ids.shape
     num_local = experts_of_rank(num_experts, world_size, rank)[1]
-    plan = RoutingPlan(*new_empties(topk_ids, _shapes(T * K, num_local, world_size * max_tokens * K)))
+    shapes = _shapes(T * K, num_local, world_size * max_tokens * K)
+    if wave_tiles is not None:
+        shapes = [*shapes, ((world_size, 2), torch.int32)]
+    plan = RoutingPlan(*new_empties(topk_ids, shapes))
     programs = triton.cdiv(max(plan.num_rows, T * K), BLOCK_CUT)
     experts = next(size for size in plan_kernel.EXPERT_CLASSES if size >= num_local)
-    arguments = (*plan.tensors(), whole.row_to_slot, whole.slot_to_row, whole.tile_to_expert, whole.expert_offsets,
-                 whole.tokens_per_expert, plan.num_rows, T * K, max_tokens * K, rank, world_size, num_experts, BLOCK_CUT, BLOCK_M, experts)
-    plan_kernel.run_launches(((_cut_plan_kernel, programs, CUT_LAUNCH, arguments),), ("cut plan", topk_ids.device, experts), topk_ids.device.index)
+    arguments = (*plan.tensors()[:8], whole.row_to_slot, whole.slot_to_row, whole.tile_to_expert, whole.expert_offsets,
+                 whole.tokens_per_expert, plan.num_rows, T * K, max_tokens * K, rank, world_size, num_experts,
+                 plan.num_tiles if plan.wave_tiles is None else plan.wave_tiles, *(wave_tiles or (1, 1)), BLOCK_CUT, BLOCK_M, experts,
+                 wave_tiles is not None)
+    variant = ("cut plan", topk_ids.device, experts, wave_tiles is not None)
+    plan_kernel.run_launches(((_cut_plan_kernel, programs, CUT_LAUNCH, arguments),), variant, topk_ids.device.index)
     return plan
 
 

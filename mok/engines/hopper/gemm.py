@@ -32,12 +32,13 @@ from .sync import (
     wait_at_least,
 )
 from .tasks import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, counter_of, down_columns, locate, make_order, seek, token_tiles, up_columns_of, width_of
+from .wave_loop import first_tile, wave_index
 
 NUM_STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(64)                 # columns (and rows) of a store: 8 KB, two buffers for each consumer
 STAGE_BYTES = gl.constexpr(49152)        # (128 + 256) * 64 bf16: TMA counts whole boxes, also where they hang over an edge
 COPY_PARTS = gl.constexpr(8)             # pieces of 16 rows in which movers fill a row tile
-SET_HEADER = gl.constexpr(16)            # words of a counter set before its counters: 0 is the combine ticket, then
+SET_HEADER = gl.constexpr(16)            # words of a counter set before its counters: 0 is the combine ticket, 5 wave_loop.SET_WAVES, then
 SET_COUNTED = gl.constexpr(1)            # CTAs that have counted their tokens
 SET_SCANNED = gl.constexpr(2)            # 1 when the counts have been turned into places
 SET_LISTED = gl.constexpr(3)             # CTAs that have placed their tokens
@@ -46,6 +47,7 @@ SET_TASKS = gl.constexpr(15)             # GEMM tasks that have been taken
 LOG2_E = gl.constexpr(1.4426950408889634)
 QUEUE = gl.constexpr(4)                  # records of the task queue
 KIND_BITS = gl.constexpr(6)
+Z_BEYOND = gl.constexpr(1 << 30)         # a row behind every z
 END = gl.constexpr(16)
 
 # How a task addresses its weights
@@ -402,8 +404,8 @@ def _multiply(pipe, acc, it, begin, end, WG: gl.constexpr):
 
 
 @gluon.jit
-def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, WG: gl.constexpr,
-            SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, DEBUG: gl.constexpr):
+def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down, activation, limit, tile_to_expert, w, WG: gl.constexpr,
+            SAVE_Z: gl.constexpr, STAGGER: gl.constexpr, WAVES: gl.constexpr, DEBUG: gl.constexpr):
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
@@ -449,7 +451,10 @@ def consume(s, pipe, queue, out, bias_up, bias_down, has_bias_up, has_bias_down,
             right_0, right_1 = _halves(right, 64, HALF_N, QUARTER)
             expert = tile
             if (fresh(has_bias_up) + has_bias_down > 0) & (slot < 0):
-                expert = gl.load(tile_to_expert + tile)
+                if WAVES:
+                    expert = gl.load(tile_to_expert + (first_tile(w, 4) + tile))
+                else:
+                    expert = gl.load(tile_to_expert + tile)
             if down:
                 bias = bias_down + expert.to(gl.int64) * s.H
                 biased = (fresh(has_bias_down) > 0) & (slot < 0)
@@ -509,11 +514,12 @@ def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
 
 
 @gluon.jit
-def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z: gl.constexpr, DEBUG: gl.constexpr):
+def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, w, SAVE_Z: gl.constexpr, WAVES: gl.constexpr, DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
 
     A tile's place in the ring of h is free when the tile that held it before has all its results; that wait stands before the consumers'
     output is due, off the critical path (rule 6: results_ready of a tile also says that its h has been read).
+    With WAVES, w is the wave. Only wave 0's z is kept: the others' rows are moved behind z's last one, where TMA stores nothing.
     """
     ot_0 = gl.program_id(0) * 0
     ot_1 = ot_0
@@ -529,9 +535,12 @@ def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, SAVE_Z: gl.
         tile_row = tile * BLOCK_M
         hidden_row = gl.where(slot < 0, tile % s.hidden_ring * BLOCK_M, (slot * token_tiles(s) + tile) * BLOCK_M)
         result_row = tile_row + gl.where(slot < 0, 0, shared_results_row + slot * token_tiles(s) * BLOCK_M)
-        ot_0 = _store_half(down, slot, (tile_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
+        z_row = tile_row
+        if WAVES:
+            z_row += gl.where((slot < 0) & (wave_index(w, 1) > 0), Z_BEYOND, 0)
+        ot_0 = _store_half(down, slot, (z_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
         if idle == 0:
-            ot_1 = _store_half(down, slot, (tile_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)
+            ot_1 = _store_half(down, slot, (z_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)
         stores_complete(tile)
         mbarrier.arrive(out_0.empty.index((ot_0 + 1) % 2))
         mbarrier.arrive(out_1.empty.index((ot_1 + 1) % 2), pred=idle == 0)

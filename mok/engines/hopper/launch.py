@@ -115,13 +115,18 @@ def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int
 class GroupLaunch:
     """What a launch on several ranks has of its group: its control block, and how many CTAs may be resident beside those of other ranks.
 
-    card: those CTAs' part of the device's multiprocessors.
+    card: those CTAs' part of the device's multiprocessors. wave_tiles: row tiles of this rank's buffers where they are bounded (wave_loop.py).
     """
     state: Tensor
     capacity: int                # of the control block, in row tiles
     blocks: int
     cooperative: bool
     card: float
+    wave_tiles: int | None = None
+
+    def rows(self, plan: RoutingPlan) -> int:
+        """Rows of the routed buffers of a pass."""
+        return plan.num_rows if self.wave_tiles is None else min(plan.num_rows, self.wave_tiles * TILE)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -146,7 +151,7 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
     I = tensors.w_down.shape[2]
     widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
     out = new_empty(x, (T, H), x.dtype)
-    rows = plan.num_rows
+    rows = plan.num_rows if group is None else group.rows(plan)
     saved_rows, saved_tokens = (rows, T) if options.save_for_backward else (0, 0)
     z = new_empty(x, (saved_rows, 2 * I), x.dtype)
     shared_z = new_empty(x, (saved_tokens, 2 * sum(widths)), x.dtype)
@@ -154,7 +159,7 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
         return out, Saved(z, shared_z)
     if T == 0:
         tensors, widths = replace(tensors, shared=()), ()             # TMA cannot describe an array without rows
-    settings = (config, grain, options.overlap, None if group is None else group.cooperative)
+    settings = (config, grain, options.overlap, None if group is None else (group.cooperative, group.wave_tiles))
     if grain is None:
         grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card)
     else:
@@ -168,7 +173,8 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
         state, capacity = _launch_state(plan, tensors, group)
         found[0](found[1] - reserve_sms, current_stream(x.device.index), state.data_ptr(), capacity)
         return out, Saved(z, shared_z)
-    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None)
+    config = config or ForwardConfig(options.save_for_backward, mover_warps(options.overlap) if group is None else 2, group is not None,
+                                     group is not None and group.wave_tiles is not None)
     arguments = _ready_list(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, key, group)
     if group is None:
         blocks = resident_blocks(config, x.device.index, lambda: _forward_kernel.warmup(*arguments, grid=(1,), **config.constexprs(), **LAUNCH))
@@ -209,10 +215,10 @@ def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: F
     """Compile and load the variant that `forward` with these arguments would launch; run nothing."""
     H, I = tensors.x.shape[1], tensors.w_down.shape[2]
     grain = granularity(options.overlap, H, I, group.card)
-    sizes = scratch_sizes(tensors.x.shape[0], H, I, plan.num_rows, [], grain)
+    sizes = scratch_sizes(tensors.x.shape[0], H, I, group.rows(plan), [], grain)
     scratch = tensors.x.new_empty(sizes.bytes // 2)
-    z = tensors.x.new_empty((plan.num_rows, 2 * I))
-    arguments = _arguments(plan, tensors, options, torch.empty_like(tensors.x), z, z, scratch, sizes, grain, group.state, group.capacity)
+    z = tensors.x.new_empty((group.rows(plan), 2 * I))
+    arguments = _arguments(plan, tensors, options, torch.empty_like(tensors.x), z, z, scratch, sizes, grain, group.state, group.capacity, group)
     _forward_kernel.warmup(*arguments, grid=(group.blocks,), **config.constexprs(), **group.options)._init_handles()
 
 
@@ -222,7 +228,7 @@ def _ready_list(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, ou
     state, capacity = _launch_state(plan, tensors, group)
     arguments = ready_arguments.find(key)
     if arguments is None:
-        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, state, capacity)
+        arguments = _arguments(plan, tensors, options, out, z, shared_z, scratch, sizes, grain, state, capacity, group)
         read = (tensors.x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down, tensors.b_gate_up, tensors.b_down, out, z, shared_z, scratch,
                 *plan.tensors(), *(part for expert in tensors.shared for part in (expert.w_gate_up, expert.w_down, expert.gate_weight)))
         ready_arguments.keep(key, arguments, (*read, state))
@@ -232,13 +238,13 @@ def _ready_list(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, ou
 
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out: Tensor, z: Tensor, shared_z: Tensor, scratch: Tensor,
-               sizes: ScratchSizes, grain: Granularity, state: Tensor, capacity: int) -> list[Any]:
+               sizes: ScratchSizes, grain: Granularity, state: Tensor, capacity: int, group: GroupLaunch | None = None) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     ring, hidden, results, shared_hidden, order = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden, sizes.order])
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     T, H = x.shape
     I = tensors.w_down.shape[2]
-    rows = plan.num_rows
+    rows = plan.num_rows if group is None else group.rows(plan)
     count = len(tensors.shared)
     token_tiles = (T + TILE - 1) // TILE
     dummy = descriptor("results_desc", results, (TILE, H), (H, 1))
@@ -270,7 +276,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
             grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
-            plan.row_to_rank, int(grain.tickets)]
+            plan.row_to_rank, int(grain.tickets), plan.num_tiles if plan.wave_tiles is None else plan.wave_tiles, rows // TILE]
 
 
 def _shared_descriptors(descriptors: dict[str, Any], tensors: MoETensors, x: Tensor, shared_z: Tensor | None, shared_hidden: Tensor,
@@ -383,8 +389,8 @@ def source(config: ForwardConfig) -> GluonASTSource:
 
 def group_variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:
     """(name, source, compile options) of every production variant of the forward kernel on several ranks."""
-    return [(f"forward_{'train' if save else 'no_grad'}_ranks", source(ForwardConfig(save, several_ranks=True)), {"num_warps": 4, **COMPILE_OPTIONS})
-            for save in (False, True)]
+    return [(f"forward_{'train' if save else 'no_grad'}_ranks{'_waves' * waves}", source(ForwardConfig(save, several_ranks=True, waves=waves)),
+             {"num_warps": 4, **COMPILE_OPTIONS}) for waves in (False, True) for save in (False, True)]
 
 
 def variants() -> list[tuple[str, GluonASTSource, dict[str, Any]]]:

@@ -25,7 +25,8 @@ WAITS = {1: "rows of x in the routed ring", 2: "h of a row tile", 3: "a free pla
          18: "all CTAs to start (backward)", 19: "the number of published tasks at the end (backward)",
          20: "z of a row tile (backward)",
          31: "the ids of a rank", 32: "the rows of x of a rank", 33: "the rows of dy and x of a rank (backward)",
-         34: "results of other ranks to sum", 37: "the gradients of a rank (backward)"}
+         34: "results of other ranks to sum", 37: "the gradients of a rank (backward)",
+         38: "all CTAs to finish a wave"}
 _BLOCKS, _RESERVE, _CAPTURED, _ERROR, _LIMIT = "hopper blocks", "hopper reserve", "hopper captured", "hopper error", "hopper spin limit"   # keys
 
 

@@ -19,6 +19,10 @@ CONTROL_PEER_LIMIT = gl.constexpr(6)  # of a group's block: longest wait for a p
 CONTROL_PEERS = gl.constexpr(8)       # of a group's block, words 8 and 9: address of its table of peers
 CONTROL_EXCHANGES = gl.constexpr(10)  # of a group's block: exchanges of ids so far
 CONTROL_EXCHANGE_ARRIVED = gl.constexpr(11)   # programs of this exchange that have written their ids
+CONTROL_PASSES = gl.constexpr(12)     # of a bounded group's block, words 12 to 15: its WaveCounts (wave_loop.count_waves)
+CONTROL_PASSES_SEVERAL = gl.constexpr(13)
+CONTROL_PASSES_EXCEEDED = gl.constexpr(14)
+CONTROL_MOST_WAVES = gl.constexpr(15)
 CONTROL_WORDS = gl.constexpr(16)
 CHECK_EVERY = gl.constexpr(64)        # polls between two looks at the clock and the abort flag
 
@@ -35,6 +39,7 @@ WAIT_RESULTS = gl.constexpr(34)
 WAIT_SIGNATURE = gl.constexpr(35)
 WAIT_ABORTED = gl.constexpr(36)
 WAIT_PEER_SENT = gl.constexpr(37)
+WAIT_WAVE = gl.constexpr(38)
 
 
 @gluon.jit
