@@ -84,6 +84,7 @@ def test_a_warp_that_does_not_meet_again_behind_an_atomic_is_found():
     (found,) = compile_check.split_warps(TICKET.replace("{atomic}", atomic).replace("{meet}", "S2UR UR5, SR_CgaCtaId"))
     assert "L_x_2" in found and atomic in found
     assert compile_check.split_warps(TICKET.replace("{atomic}", atomic).replace("{meet}", "BSYNC B0")) == []
+    assert compile_check.split_warps(TICKET.replace("{atomic}", atomic).replace("{meet}", "WARPSYNC.ALL")) == []
     whole = f"SHFL.UP P2, R2, R35, 0x10, RZ ;\n        /*0038*/  {atomic}"
     assert compile_check.split_warps(TICKET.replace("{atomic}", whole).replace("{meet}", "NOP")) == [], "whole warps branch around a prefix sum"
     assert compile_check.split_warps(TICKET.replace("{atomic}", "IADD3 R1, R2, R3, RZ").replace("{meet}", "NOP")) == [], "no atomic"

@@ -136,7 +136,7 @@ def basic_blocks(sass: str) -> tuple[list[list[str]], list[list[int]]]:
 def split_warps(sass: str) -> list[str]:
     """Atomics by one lane behind which the warp does not meet again at once: '(branch) (atomic)' for each.
 
-    ptxas puts a branch around such an atomic, and its target must be a BSYNC. Seen with 12.8: in front of a loop the two join that loop's region, the halves
+    ptxas puts a branch around such an atomic, and its target must be a BSYNC or a WARPSYNC. Seen with 12.8: in front of a loop the two join that loop's region, the halves
     of the warp meet only behind it, and what lies between, warp barriers and uniform registers' arithmetic included, runs twice. A branch around a prefix
     sum (SHFL.UP), which ptxas makes of an atomic by all lanes, is taken by whole warps.
     """
@@ -153,7 +153,7 @@ def split_warps(sass: str) -> list[str]:
         inside = lines[start + 1:target]
         if target < i or any(re.search(r":$|\bSHFL\.UP\b", other) for other in inside):
             continue
-        if not lines[target + 1].startswith("BSYNC"):
+        if not lines[target + 1].startswith(("BSYNC", "WARPSYNC")):
             found.append(f"({lines[start]}) ({line})")
     return found
 
