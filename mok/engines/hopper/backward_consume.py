@@ -277,7 +277,8 @@ def _dh_epilogue(s, rows, flags, pipe, quarters, route, slot, tile, column, it, 
         part += _z_step(q0, weight, valid, rows, pipe, it + c, LAYOUT, WG, ACT, OMIT)
         if c == Z_STEPS - 1:
             rows_part = gl.convert_layout(part, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-            gl.store(partials_of(own(s), rows, flags, slot, fresh(column), fresh(row)), rows_part, mask=valid)
+            again = fresh(tile) * TILE_M + WG * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+            gl.store(partials_of(own(s), rows, flags, slot, fresh(column), again), rows_part, mask=valid)
             thread_barrier()                             # the partials of all threads before the storer's release, through this arrival
         mbarrier.arrive(pipe.z_done.index(stage_of(it + c)))
         q0, q1, q2 = q1, q2, q3
