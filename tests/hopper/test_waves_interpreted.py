@@ -24,13 +24,10 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_token_is_summed_to_the_bit(name, seed):
+def test_every_token_is_summed_to_the_bit(name):
     world = WORLDS[name]()
-    world.seed = seed
-    world.__post_init__()
-    delays = {(n, r): random.Random(f"{seed} {n} {r}").random() * 0.03 for n, r in itertools.product(range(len(world.tokens)), range(world.W))}
-    simulation = Simulation(world, delays=delays, slow=0.01 * seed)
+    delays = {(n, r): random.Random(f"{n} {r}").random() * 0.03 for n, r in itertools.product(range(len(world.tokens)), range(world.W))}
+    simulation = Simulation(world, delays=delays, slow=0.01)
     simulation.run()
     simulation.check()
     assert max(int(words[15]) for words, _ in simulation.controls) >= 3, "this world was to take three waves"
@@ -54,7 +51,7 @@ def test_a_planted_fault_is_found(fault):
     for seed in range(12):                                # some need a rare order; a fault that is found ends the loop
         world = World(2, 4, 2, [[200, 150]], seed=seed, wave_tiles=[2, 1])
         simulation = Simulation(world, {"wave_loop": [FAULTS[fault], *[LATE] * ("is zeroed" in fault)]}, slow=0.02 * (seed % 3), sleepy=seed % 2)
-        simulation.memory.deadline = time.monotonic() + 1.5
+        simulation.memory.deadline = time.monotonic() + 1.2
         simulation.run()
         try:
             simulation.check()
@@ -179,7 +176,7 @@ def test_a_planted_fault_of_backward_is_found(fault):
     for seed in range(6):
         world = BackwardWorld(2, 4, 2, [[200, 150]], seed, wave_tiles=[2, 1])
         simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=BACKWARDS[:1], slow=0.03 * (seed % 2 == 0))
-        simulation.memory.deadline = time.monotonic() + 1.5
+        simulation.memory.deadline = time.monotonic() + 1.2
         simulation.run()
         try:
             simulation.check_gradients()
