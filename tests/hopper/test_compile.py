@@ -7,7 +7,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton
 
-from mok.engines.hopper import backward_launch, compile_check
+from mok.engines.hopper import backward_launch, compile_check, launch
 
 # A task loop (L_x_1) around a multiply loop (L_x_2); the barrier's retry code (L_x_9) stands behind both and jumps back into the inner one.
 SASS = """
@@ -116,7 +116,8 @@ def test_every_variant_compiles_to_multiplies_that_fit_the_chip(report):
     forward = [entry for entry in report if "forward" in entry["kernel"]]
     again = [name for name in names if "recompute" in name]
     alone = [name for name in names if "ranks" not in name and name not in again]
-    assert again == ["backward_swiglu_recompute"] and set(LEFT_OUT) < {name for name, _, _ in [*backward_launch.variants(), *backward_launch.group_variants()]}
+    assert again == ["backward_swiglu_recompute"]
+    assert set(LEFT_OUT) < {name for name, _, _ in [*launch.group_variants(), *backward_launch.variants(), *backward_launch.group_variants()]}
     assert {"backward_swiglu_ranks", "backward_swiglu_ranks_waves"} < set(names)
     assert len(set(names)) == len(names)
     assert len(alone) <= 8 and len(names) - len(alone) - 1 <= 8, "at most eight binaries for a precision, on one rank or several"

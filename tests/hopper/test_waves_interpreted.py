@@ -24,13 +24,10 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_token_is_summed_to_the_bit(name, seed):
+def test_every_token_is_summed_to_the_bit(name):
     world = WORLDS[name]()
-    world.seed = seed
-    world.__post_init__()
-    delays = {(n, r): random.Random(f"{seed} {n} {r}").random() * 0.03 for n, r in itertools.product(range(len(world.tokens)), range(world.W))}
-    simulation = Simulation(world, delays=delays, slow=0.01 * seed)
+    delays = {(n, r): random.Random(f"{n} {r}").random() * 0.03 for n, r in itertools.product(range(len(world.tokens)), range(world.W))}
+    simulation = Simulation(world, delays=delays, slow=0.01)
     simulation.run()
     simulation.check()
     assert max(int(words[15]) for words, _ in simulation.controls) >= 3, "this world was to take three waves"
@@ -54,7 +51,7 @@ def test_a_planted_fault_is_found(fault):
     for seed in range(12):                                # some need a rare order; a fault that is found ends the loop
         world = World(2, 4, 2, [[200, 150]], seed=seed, wave_tiles=[2, 1])
         simulation = Simulation(world, {"wave_loop": [FAULTS[fault], *[LATE] * ("is zeroed" in fault)]}, slow=0.02 * (seed % 3), sleepy=seed % 2)
-        simulation.memory.deadline = time.monotonic() + 1.5
+        simulation.memory.deadline = time.monotonic() + 1.2
         simulation.run()
         try:
             simulation.check()
@@ -112,6 +109,36 @@ def test_waves_share_rows_and_experts_out_as_the_rule_says(tokens, tiles):
     assert found == [e for e, count in enumerate(tokens) if not count]
 
 
+def test_unfinished_sums_have_places_of_their_own():
+    """Every consumer's part of every tile of both weight gradients, the bias sums, and all of it twice, fill what the host allocates and share no word.
+
+    What wave 2 begins with lies where wave 1 left it.
+    """
+    pytest.importorskip("triton.experimental.gluon")
+    from mok.engines.hopper.backward_launch import carry_words
+
+    memory, wide, half = Memory(), (272, 176), 64 * 256
+    gl, m = load(memory, [], lambda: None)
+    gl.local.program, gl.local.programs = 0, 1
+    H, I, one, zero = (gl.cast(value, "i32") for value in (wide[0] // 16, wide[1] // 16, 1, 0))
+    s = m["backward_tasks"].make_schedule(H, I, I, I, one, one, one, zero, one, one, 2)
+    own, places = m["backward_tasks"].own(s), {}
+    sums = memory.allocate(np.zeros(carry_words(*wide), np.float32), "f32")
+    for wave in (1, 2):
+        w = m["wave_loop"].Wave(SharedWords(), sums, one, sums)
+        m["wave_loop"].set_wave(w, gl.cast(wave, "i32"))
+        carry = m["backward_waves"].Carry(w, sums)
+        for back in (0, 1):
+            tiles = [(2, tile, column) for tile in range(4) for column in range(2)] + [(3, tile, 0) for tile in range(3)]
+            of_tile = m["backward_waves"].tile_of_carry
+            starts = [(int(of_tile(s, carry, *(gl.cast(number, "i32") for number in task), back, WG).a - sums.a) // 4, half) for task in tiles for WG in (0, 1)]
+            places[wave, back] = [*starts, (int(m["backward_waves"].biases_of_carry(own, carry, back, 4).a - sums.a) // 4, 2 * wide[1] + wide[0])]
+    assert places[2, 1] == places[1, 0] and places[2, 0] == places[1, 1]
+    spans = sorted(places[1, 0] + places[1, 1])
+    assert all(begin + size == following for (begin, size), (following, _) in itertools.pairwise(spans))
+    assert spans[0][0] == 0 and sum(spans[-1]) == carry_words(*wide)
+
+
 def test_two_layers_and_a_second_backward_of_one_forward():
     simulation = BackwardSimulation(BackwardWorld(2, 4, 2, [[200, 150], [45, 25]], wave_tiles=[2, 1]), passes=LAYERS)
     simulation.run()
@@ -149,7 +176,7 @@ def test_a_planted_fault_of_backward_is_found(fault):
     for seed in range(6):
         world = BackwardWorld(2, 4, 2, [[200, 150]], seed, wave_tiles=[2, 1])
         simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=BACKWARDS[:1], slow=0.03 * (seed % 2 == 0))
-        simulation.memory.deadline = time.monotonic() + 1.5
+        simulation.memory.deadline = time.monotonic() + 1.2
         simulation.run()
         try:
             simulation.check_gradients()
