@@ -216,7 +216,7 @@ def test_p2_no_setting_changes_a_bit(promise_case):
         assert same_bits(run(promise_case, overlap=Overlap(rows, warps, reserved))[0], y), (rows, warps, reserved)
     slow = ForwardConfig(True, 2, debug=True)
     for config in (ForwardConfig(True, 2, stagger=0), ForwardConfig(True, 1, stagger=1), slow, replace(slow, save_z=False)):
-        for grain in (Granularity(1, 1, 2), Granularity(3, 4, 6, tickets=False), Granularity(16, 32, 48), Granularity(16, 32, 48, tickets=False)):
+        for grain in (Granularity(1, 1, 2), Granularity(3, 4, 6, tickets=True), Granularity(16, 32, 48), Granularity(16, 32, 48, tickets=True)):
             poison()
             assert same_bits(launched(promise_case, config, grain)[0], y), (config, grain)
 
@@ -240,7 +240,7 @@ def test_p1_p2_at_full_size():
     trials = [(ForwardConfig(True), None, 0)] * 8 + [(ForwardConfig(False), None, 0)] * 4
     trials += [(ForwardConfig(False), Granularity(8, 16, 24), 0), (ForwardConfig(True), Granularity(8, 8, 16), 0),
                (ForwardConfig(False, 1), Granularity(4, 9, 9), 3), (ForwardConfig(True), Granularity(48, 64, 96), 64),
-               (ForwardConfig(True, debug=True), None, 0), (ForwardConfig(False, debug=True), Granularity(5, 7, 10, tickets=False), 1)]
+               (ForwardConfig(True, debug=True), None, 0), (ForwardConfig(False, debug=True), Granularity(5, 7, 10, tickets=True), 1)]
     found = []
     for number, (config, grain, reserved) in enumerate(trials):
         poison()

@@ -47,14 +47,14 @@ def activation_id(options: PassOptions) -> int:
 
 @dataclass(frozen=True)
 class Granularity:
-    """Row tiles of a group (G) and of the rings of x rows and of h; how CTAs get their tasks (gemm.producer).
+    """Row tiles of a group (G) and of the rings of x rows and of h; whether a CTA that is free takes the next task (gemm.producer).
 
     Any values with row_ring >= G and hidden_ring >= 2 G give the same bits.
     """
     group: int
     row_ring: int
     hidden_ring: int
-    tickets: bool = True
+    tickets: bool = False
 
     def __post_init__(self) -> None:
         # A ring shorter than this waits for tasks that stand later in the order: a deadlock.

@@ -3,8 +3,8 @@
 Row tiles come in groups of G ("minibatches"): first those of shared expert 0, then of shared expert 1, then the routed ones. Phases alternate
 gate/up of one group and down of the group before: up(0), up(1), down(0), up(2), down(1), ..., down(last), so that a down task's inputs were
 finished about one phase earlier. Inside a phase the row tile runs fastest: neighbouring CTAs share a column of the weights. All phases together are
-one sequence of tasks; a CTA that is free takes the next one (gemm.producer). The producer walks the sequence and tells the other roles (gemm.TaskQueue).
-A task waits for tasks before it alone, so the CTA that holds the earliest unfinished one can always go on.
+one sequence of tasks; CTA p takes tasks p, p + grid, p + 2*grid, ..., or whoever is free the next one (gemm.producer). The producer walks the sequence and
+tells the other roles (gemm.TaskQueue). A task waits for tasks before it alone, so the CTA that holds the earliest unfinished one can always go on.
 
 Example: G = 2, 3 routed tiles, 1 column of up tasks, 1 of down tasks. Phases: up tiles 0 1 | up 2 | down 0 1 | down 2.
 """
