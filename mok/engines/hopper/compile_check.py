@@ -136,9 +136,9 @@ def basic_blocks(sass: str) -> tuple[list[list[str]], list[list[int]]]:
 def split_warps(sass: str) -> list[str]:
     """Atomics by one lane behind which the warp does not meet again at once: '(branch) (atomic)' for each.
 
-    ptxas puts a branch around such an atomic, and its target must be a BSYNC or a WARPSYNC. Seen with 12.8: in front of a loop the two join that loop's region, the halves
-    of the warp meet only behind it, and what lies between, warp barriers and uniform registers' arithmetic included, runs twice. A branch around a prefix
-    sum (SHFL.UP), which ptxas makes of an atomic by all lanes, is taken by whole warps.
+    ptxas puts a branch around such an atomic, and its target must be a BSYNC or a WARPSYNC. Seen with 12.8: in front of a loop the two join that
+    loop's region, the halves of the warp meet only behind it, and what lies between, warp barriers and uniform registers' arithmetic included, runs
+    twice. A branch around a prefix sum (SHFL.UP), which ptxas makes of an atomic by all lanes, is taken by whole warps.
     """
     lines = [code[1].strip() for raw in sass.splitlines() if (code := re.match(r"\s*(\.L_\w+:)", raw) or re.match(r"\s*/\*[0-9a-f]+\*/\s+([^.].*?);", raw))]
     found: list[str] = []
