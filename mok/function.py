@@ -133,7 +133,7 @@ def _refuse_forward_mode(tensors: Sequence[Tensor | None]) -> None:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError("mok.moe has no forward-mode derivative (jvp); use reverse mode, or mok.reference.moe_reference")
+        raise NotImplementedError("mok.moe has no forward-mode derivative (jvp); use reverse mode, or moe_reference of the module mok.reference")
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -306,22 +306,21 @@ class _moe_forward_directly(torch.autograd.Function):
         wants = ctx.needs_input_grad[3:]
         if dy is None:                                                         # whatever came after y had no gradient to give
             return (None,) * (3 + len(wants))
+        z, shared_z, *saved = ctx.saved_tensors
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:         # create_graph: the engines' own operations are no graph
-            flat = _direct_gradients(ctx, dy, wants)
+            flat = _direct_gradients(ctx, dy, wants, Saved(z, shared_z), saved)
         if torch.is_grad_enabled():
-            given = [grad for grad in flat if grad is not None]
-            once = iter(_OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in given)) if given else ())
+            once = iter(_once_differentiable([grad for grad in flat if grad is not None], (dy, *saved[:len(wants)])))
             flat = [None if grad is None else next(once) for grad in flat]
         return (None, None, None, *flat)
 
 
-def _direct_gradients(ctx, dy: Tensor, wants: tuple[bool, ...]) -> list[Tensor | None]:
-    """Gradients of `_moe_forward_directly`'s tensors; None where not wanted, or where main_grad takes it."""
-    z, shared_z, *saved = ctx.saved_tensors
+def _direct_gradients(ctx, dy: Tensor, wants: tuple[bool, ...], z: Saved, saved: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of `_moe_forward_directly`'s tensors; None where not wanted, or where main_grad takes it. saved: those tensors, then the plan's."""
     activation, swiglu_limit, precision, recompute, overlap, _, group_key, signature = ctx.settings
     count = len(wants)
     options = _options(activation, swiglu_limit, precision, recompute, overlap, True)
-    return _run_backward(dy, _moe_tensors(saved[:count]), options, RoutingPlan(*saved[count:]), Saved(z, shared_z), wants,
+    return _run_backward(dy, _moe_tensors(saved[:count]), options, RoutingPlan(*saved[count:]), z, wants,
                          None if ctx.main_grad is None else MainGrad(*ctx.main_grad), group_key, signature)
 
 
@@ -343,7 +342,7 @@ def _gradients(ctx, dy, wants: list[bool]) -> list[Tensor | None]:
             grads = [like.new_empty(like.shape) for like, give in zip(likes, returned, strict=True) if give]
             torch.ops.mok.moe_backward_into(*arguments, *ctx.main_grad, grads)
     if torch.is_grad_enabled() and grads:                                      # create_graph=True
-        grads = _OnceDifferentiable.apply(dy.new_empty(0, requires_grad=True), *(grad.detach() for grad in grads))
+        grads = _once_differentiable(grads, (dy, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *shared))
     grads = iter(grads)
     return [next(grads) if give else None for give in returned]
 
@@ -419,16 +418,22 @@ def _wants(flags: tuple[bool, ...]) -> Wants:
     return Wants(x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, tuple(zip(flags[6:6 + n], flags[6 + n:6 + 2 * n], flags[6 + 2 * n:], strict=True)))
 
 
+def _once_differentiable(grads: Sequence[Tensor], sources: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The gradients, made from `sources` by a node that raises: whoever differentiates them again, by whichever source, meets it."""
+    made_from = [source for source in sources if source is not None and source.requires_grad]
+    return _OnceDifferentiable.apply(len(made_from), *made_from, *(grad.detach() for grad in grads)) if grads else ()
+
+
 class _OnceDifferentiable(torch.autograd.Function):
-    """Hands gradients through; differentiating them again raises, instead of silently giving nothing. `anchor` only carries requires_grad."""
+    """Hands gradients through; differentiating them again raises, instead of silently giving nothing. tensors: `count` sources, then the gradients."""
 
     @staticmethod
-    def forward(ctx, anchor, *grads):
-        return tuple(grad.view_as(grad) for grad in grads)
+    def forward(ctx, count, *tensors):
+        return tuple(grad.view_as(grad) for grad in tensors[count:])
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError("mok.moe is not twice differentiable; use mok.reference.moe_reference where second derivatives are needed")
+        raise RuntimeError("mok.moe is not twice differentiable; use moe_reference of the module mok.reference where second derivatives are needed")
 
 
 def _returned(wants: Sequence[bool], into_main_grad: bool) -> Sequence[bool]:

@@ -331,6 +331,8 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=list(SHAPES))
     parser.add_argument("--tail", type=float, default=1.0, help="time of a k-step of a row tile with at most 64 rows, others 1")
     args = parser.parse_args()
+    if not 0 < args.tail <= 1:
+        parser.error(f"--tail {args.tail} must be above 0 and at most 1")
     problem = Problem(*SHAPES[args.shape], tail=args.tail)
     if args.shape != "qwen3-30b-a3b" and not args.explore:
         parser.error("counted was qwen3-30b-a3b alone: use --explore")

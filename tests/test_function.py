@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mok
 from mok.function import moe_with_counts
@@ -171,6 +173,21 @@ def test_second_derivatives_are_refused_in_words():
     (dx,) = torch.autograd.grad(mok.moe(**arguments).square().sum(), arguments["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="not twice differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("source", ["x", "topk_weights", "w_gate_up", "w_down"])
+@pytest.mark.parametrize("through_op", [False, True])
+def test_a_second_derivative_is_not_left_out_where_another_path_gives_a_first(through_op, source):
+    """autograd.grad by a source that y itself hangs on too: the part through the gradient used to be dropped without a word."""
+    given = inputs()
+    watched = given[source]
+    with FlopCounterMode(display=False) if through_op else nullcontext():              # a mode that watches: the custom op's derivative
+        y = mok.moe(**given)
+        (first,) = torch.autograd.grad(y.square().sum(), watched, create_graph=True)
+        for call in (lambda: torch.autograd.grad(first.sum() + y.sum(), watched, retain_graph=True), lambda: torch.autograd.grad(first.sum(), watched),
+                     lambda: (first.sum() + y.sum()).backward(inputs=[watched])):
+            with pytest.raises(RuntimeError, match="not twice differentiable"):
+                call()
 
 
 def test_weights_changed_between_forward_and_backward_are_noticed():

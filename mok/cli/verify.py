@@ -18,7 +18,7 @@ HELP = "check every engine of this machine against the float64 specification"
 DESCRIPTION = """\
 Check every engine that this machine can run. Forward and every gradient are compared with the specification in float64, block by block and
 expert by expert: an error may be about twice what half an ulp of change in every input does (docs/numerics.md). Then the promises, to the bit:
-P1 the same run twice, P2 another number of threads or overlap setting, P4 a token in another batch. Exit status 1 if anything fails.
+P1 the same run three times, P2 another number of threads or overlap setting, P4 a token in another batch. Exit status 1 if anything fails.
 
   mok verify                        everything this machine has
   mok verify --device cpu           the CPU engine only
