@@ -38,7 +38,7 @@ class ExpertGroup:
 
     capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through
     them again in further waves; None = room for the worst case. Nothing is dropped and no bit changes; `wave_counts` says how often it
-    happened. The same on all ranks; on CPUs only (inside a GPU's launches they are written and not run yet).
+    happened. The same on all ranks; on CPUs over the process group, on GPUs inside the launches alone, where `recompute` raises NotImplementedError.
 
     Raises ValueError naming a wrong argument.
     """

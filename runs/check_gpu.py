@@ -41,6 +41,7 @@ SUITES = {
     "fabric": ("tests/fabric",),
     "expert parallel": ("tests/hopper/test_expert_parallel_gpu.py",),
     "expert parallel backward": ("tests/hopper/test_expert_parallel_backward_gpu.py",),
+    "waves": ("tests/hopper/test_waves_gpu.py",),
 }
 PROGRAMS = {"expert-parallel-soak": ("runs/expert_parallel_soak.py", "--ranks", "4", "--steps", "2000")}      # beside the suites
 SANITIZED = ("tests/hopper/test_forward_gpu.py", "tests/hopper/test_backward_gpu.py", "-k", "smallest or one_token")
@@ -113,11 +114,11 @@ def sanitizers(folder: Path) -> list[Job]:
 
 
 def explained_places() -> set[tuple[str, int]]:
-    """(file, line) of what racecheck reports of correct code: the task records, and Triton's own words for its roles (reported in the kernel's body)."""
+    """(file, line) of what racecheck reports of correct code: the task records, and Triton's own words for its roles (reported where these start)."""
     places = set()
     for path in HOPPER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and (node.name in ORDERED_BY_MBARRIERS or node.name.endswith("_kernel")):
+            if isinstance(node, ast.FunctionDef) and (node.name in ORDERED_BY_MBARRIERS or node.name.endswith(("_kernel", "_run_roles"))):
                 places |= {(path.name, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     return places
 

@@ -77,11 +77,12 @@ class Roof:
         return 2 * 8192**3 / milliseconds(lambda: torch.mm(self.a, self.b, out=self.out), budget_ms) / 1e9
 
 
-def variant(text: str, H: int, I: int) -> tuple[ForwardConfig, Granularity, bool]:
+def variant(text: str, H: int, I: int, rows_per_expert: float) -> tuple[ForwardConfig, Granularity, bool]:
     values = {key: int(value) for key, value in (part.split("=") for part in text.split(",") if part)}
     save = bool(values.pop("save", 0))
     config = ForwardConfig(save, **{key: values[key] for key in CONFIG_KEYS if key in values})
-    grain = granularity(None if "group" not in values else Overlap(minibatch_rows=128 * values["group"]), H, I)
+    grain = granularity(None if "group" not in values else Overlap(minibatch_rows=128 * values["group"]), H, I,
+                        rows_per_expert=rows_per_expert)
     return config, Granularity(grain.group, values.get("row_ring", grain.row_ring), values.get("hidden_ring", grain.hidden_ring),
                                bool(values.get("tickets", grain.tickets))), save
 
@@ -104,7 +105,7 @@ def measure(call, roof: Roof, flops: float, budget_ms: float, blocks: int) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="name, or name@T for another number of tokens")
     parser.add_argument("--sweep", nargs="+", default=None, help="variants to time, no-grad unless save=1")
     parser.add_argument("--budget-ms", type=float, default=150.0, help="GPU time of one timed block")
     parser.add_argument("--blocks", type=int, default=5)
@@ -115,12 +116,12 @@ def main() -> int:
     set_spin_limit(5.0)
     if args.compile is not None:
         ids, tensors = problem(64, 64, 32, 4, 2)
-        config, grain, save = variant(args.compile, 64, 32)
+        config, grain, save = variant(args.compile, 64, 32, 32)
         forward(HopperEngine().build_plan(ids, 4), tensors, PassOptions(save_for_backward=save), config, grain)
         torch.cuda.synchronize()
         return 0
     texts = args.sweep or ["save=0", "save=1"]
-    binaries = {str(variant(text, 64, 32)[0]): text for text in texts}
+    binaries = {str(variant(text, 64, 32, 32)[0]): text for text in texts}
     compilers = [subprocess.Popen([sys.executable, __file__, "--compile", text]) for text in binaries.values()]
     if any(process.wait() for process in compilers):
         return 1
@@ -128,13 +129,15 @@ def main() -> int:
     roof.tflops(1500)                                                # warm the card before the first figure
     results, roofs, differing = [], [], []
     for name in args.shapes:
-        T, H, I, E, K = SHAPES[name]
+        known, _, tokens = name.partition("@")
+        T, H, I, E, K = SHAPES[known]
+        T = int(tokens or T)
         ids, tensors = problem(T, H, I, E, K)
         plan = engine.build_plan(ids, E)
         flops = 6 * T * K * H * I
         expected = None
         for text in texts:
-            config, grain, save = variant(text, H, I)
+            config, grain, save = variant(text, H, I, T * K / E)
             options = PassOptions(save_for_backward=save)
 
             def call(config=config, grain=grain, options=options, plan=plan, tensors=tensors):

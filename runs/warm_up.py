@@ -4,8 +4,8 @@
     PYTHONPATH=. python3 runs/warm_up.py --select ranks       those whose name holds a word
     PYTHONPATH=. python3 runs/warm_up.py --one backward_geglu one of them, in this process
 
-Launches nothing. `debug`: variants of the tests in which roles sleep at random. `ranks`: several ranks that share a device; `cooperative`: one on each;
-`waves`: groups with a capacity_factor.
+Launches no pass. `debug`: variants of the tests in which roles sleep at random. `ranks`: several ranks that share a device; `cooperative`: one on each;
+`waves`: groups with a capacity_factor. `plans`: what builds one rank's and a group's plan, for up to so many experts; `exchange`: a group's exchange of ids.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from mok.engines.hopper import launch
+from mok.engines.hopper import expert_parallel_plan, launch, plan_kernel
 from mok.engines.hopper.backward import BackwardConfig, _backward_kernel
 from mok.engines.hopper.backward_launch import VARIANTS, _arguments, _buffers, _empty_grads
 from mok.engines.hopper.expert_parallel_backward import load_group_backward
@@ -32,12 +32,32 @@ NAMES = [*(f"forward_{save}_movers{warps}{debug}" for save in ("train", "no_grad
          *(f"backward_{name}" for name in VARIANTS), "backward_swiglu_debug", "backward_swiglu_recompute",
          *(f"forward_{save}_ranks{kind}" for save in ("train", "no_grad") for kind in ("", "_debug", "_cooperative", "_waves", "_waves_debug")),
          *(f"backward_{name}_ranks" for name in VARIANTS), "backward_swiglu_ranks_debug", "backward_swiglu_ranks_cooperative",
-         "backward_swiglu_ranks_recompute", "backward_swiglu_ranks_waves", "backward_swiglu_ranks_waves_debug"]
+         "backward_swiglu_ranks_recompute", "backward_swiglu_ranks_waves", "backward_swiglu_ranks_waves_debug",
+         *(f"plans_{experts}" for experts in plan_kernel.EXPERT_CLASSES), "exchange", "exchange_debug"]
+
+
+def compile_plans(experts: int) -> None:
+    """Build the plan of a token without an expert, alone and as the only rank of a group, with and without waves."""
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.full((1, 1), -1, dtype=dtype, device="cuda")
+        for wave_tiles in (None, (1, 1)):
+            expert_parallel_plan.cut_plan(plan_kernel.build_plan(ids, experts), ids, experts, 0, 1, 1, wave_tiles)
+
+
+def compile_exchange(debug: bool) -> None:
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.full((1, 1), -1, dtype=dtype, device="cuda")
+        arguments = expert_parallel_plan.exchange_arguments(ids, 1, 1, 0, ids.int(), launch_state(ids.device, 64)[0], debug)
+        expert_parallel_plan._exchange_ids_kernel.warmup(*arguments, grid=(1,), **expert_parallel_plan.EXCHANGE_LAUNCH)
 
 
 def compile_one(name: str) -> None:
     """Compile and load one variant as its launch would."""
     words = name.split("_")
+    if words[0] == "plans":
+        return compile_plans(int(words[1]))
+    if words[0] == "exchange":
+        return compile_exchange("debug" in words)
     debug, ranks, waves = "debug" in words, "ranks" in words, "waves" in words
     H = I = 64
     x = torch.zeros(1, H, device="cuda", dtype=torch.bfloat16)

@@ -279,10 +279,7 @@ def test_case_E5_memory_of_a_gpu_is_what_the_formulas_say(wanted, recompute):
     saved = (R * 2 * I * 2 if recompute is None else 0) + 4 * (2 * R + T * K + R // 128 + E + 1) + 8 * (E + 1)
     y = T * H * 2
     forward = scratch_sizes(T, H, I, R, (), granularity(None, H, I)).bytes
-    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS})).bytes
-    if recompute is not None:                                                                      # forward's launch once more, then backward's beside its z
-        z = R * 2 * I * 2
-        forward, backward = y + z + forward, z + backward
+    backward = backward_scratch(T, H, I, R, (), Wants(**{name: name in wanted for name in PARTS}), recompute is not None).bytes
     gradients = sum(p[name].numel() * p[name].element_size() for name in wanted)
     stated = saved + y + max(forward, backward + gradients)
     peak = peak_bytes("cuda", passes)

@@ -37,6 +37,15 @@ def test_arguments_stand_in_the_kernel_s_order(T):
     assert by_name["state"] is state and by_name["capacity"] == 4096 and by_name["T"] == T and by_name["K"] == K
 
 
+def test_where_experts_have_few_rows_tasks_go_by_ticket():
+    """The default alone: what a caller's Granularity says stands."""
+    assert not launch.granularity(None, 7168, 2048).tickets
+    for T, tickets in ((2 * launch.FEW_ROWS - 1, True), (2 * launch.FEW_ROWS, False), (0, True)):
+        grain, _ = launch._default_sizes(T, 64, 32, 512, (), None, 1.0, T * 2 / 4)
+        assert grain.tickets is tickets
+        assert replace(grain, tickets=False) == launch.granularity(None, 64, 32)
+
+
 def test_bounded_buffers_have_the_rows_of_a_wave_and_the_plan_its_worst_case():
     """GroupLaunch.rows is what scratch, z and the kernel's descriptors are made for; the table of waves is the plan's."""
     H, I, E, K, T, R = 64, 32, 2, 2, 200, 1024

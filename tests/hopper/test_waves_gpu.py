@@ -218,9 +218,7 @@ def test_random_steps_with_roles_and_ranks_delayed():
 def _rank(W: int, cuts: list[int]) -> str:
     """One rank in a process of its own: mok.moe and its gradients over an ExpertGroup with a capacity_factor, against one rank's."""
     import mok
-    from mok.engines.hopper import expert_parallel_group
 
-    expert_parallel_group.WAVES_IN_LAUNCHES = True
     torch.cuda.set_device(0)
     r = dist.get_rank()
     group = mok.ExpertGroup(num_experts=E, max_tokens=MAX_TOKENS, hidden_size=H, top_k=K, timeout_s=5, capacity_factor=0.05)

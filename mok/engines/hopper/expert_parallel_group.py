@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from .expert_parallel import FusedGroup
 
 
-# Whether groups with a capacity_factor run inside their launches. Off: the binaries with waves have been compiled, and their sources run as Python, but no
-# GPU has run them (docs/expert-parallel-kernel.md). tests/hopper/test_waves_gpu.py is what has to pass first.
-WAVES_IN_LAUNCHES = False
-
-
 def make_fused_group(fabric: Any, sizes: dict[str, Any], device: torch.device | str | None, timeout_s: float) -> FusedGroup | None:
     """The FusedGroup of a process-group fabric's ranks, or None where a rank cannot run one, which is said once; the same on all ranks.
 
@@ -85,8 +80,6 @@ def _cannot_fuse(device: torch.device | str | None, sizes: dict[str, Any], world
         return "no CUDA device"
     if world_size > MAX_RANKS:
         return f"{world_size} ranks are more than {MAX_RANKS}"
-    if "capacity_factor" in sizes and not WAVES_IN_LAUNCHES:
-        return "launches with waves have not run on a GPU yet"
     reason = unsupported_reason(_cuda_device(device), torch.bfloat16, sizes["hidden_size"])
     if reason is not None:
         return reason

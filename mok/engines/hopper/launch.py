@@ -24,6 +24,7 @@ from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kern
 from .state import launch_state
 
 TILE = 128                                    # rows of a row tile; equals tasks.BLOCK_M
+FEW_ROWS = 1024                               # an expert's rows on average below which CTAs take tasks by ticket (`granularity`)
 MAX_GROUP = 2048                              # 262144 rows; keeps the tasks of a phase below 2^20 for H and I up to 65536 (tasks.locate)
 SUSTAINED_TFLOPS = 650                        # of one H200 in a long bf16 GEMM; only a time scale here
 ACTIVATION_IDS = {"swiglu": 0, "swiglu_oai": 1, "geglu": 2, "reglu": 3}
@@ -62,10 +63,12 @@ class Granularity:
             raise ValueError(f"{self} must have group >= 1, row_ring >= group and hidden_ring >= 2 * group")
 
 
-def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0) -> Granularity:
+def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0, rows_per_expert: float = math.inf) -> Granularity:
     """The group that `overlap` asks for, or the measured default (H200, 2026-11-30): 16 tiles, 8 where I makes a group's weights outgrow L2.
 
     card: the part of the device's multiprocessors that this launch has; ranks that share a device share its L2 too, so their groups are smaller.
+    rows_per_expert: on average, T*K / E_local. Where they are few, so many tiles are partly padding and end early that CTAs with tasks of their own
+    drift apart and read weights that have left L2: tickets then (docs/kernels.md has the measurement).
 
     The ring of x rows holds what the tensor cores read in about 100 us, and never less than two groups: a mover may be busy with a sum for
     10 us when a place becomes free, and every late row stalls a group. Qwen3-30B-A3B: 32 tiles 0.70 of the roof, 64 tiles 0.76.
@@ -76,7 +79,7 @@ def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0) -> G
         group = max(2, round((16 if I <= 8192 else 8) * card))
     tile_us = 6e-6 * TILE * H * I / (SUSTAINED_TFLOPS * card)
     ahead = min(max(group, math.ceil(100 / tile_us)), 8 * group)
-    return Granularity(group, group + ahead, 3 * group)
+    return Granularity(group, group + ahead, 3 * group, rows_per_expert < FEW_ROWS)
 
 
 def mover_warps(overlap: Overlap | None) -> int:
@@ -161,7 +164,8 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
         tensors, widths = replace(tensors, shared=()), ()             # TMA cannot describe an array without rows
     settings = (config, grain, options.overlap, None if group is None else (group.cooperative, group.wave_tiles))
     if grain is None:
-        grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card)
+        rows_per_expert = T * tensors.topk_weights.shape[1] / tensors.w_down.shape[0]
+        grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card, rows_per_expert)
     else:
         sizes = scratch_sizes(T, H, I, rows, widths, grain)
     scratch = new_empty(x, (sizes.elements,), x.dtype)
@@ -188,9 +192,9 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
 
 
 @lru_cache(maxsize=4096)
-def _default_sizes(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], overlap: Overlap | None,
-                   card: float) -> tuple[Granularity, ScratchSizes]:
-    grain = granularity(overlap, H, I, card)
+def _default_sizes(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], overlap: Overlap | None, card: float,
+                   rows_per_expert: float) -> tuple[Granularity, ScratchSizes]:
+    grain = granularity(overlap, H, I, card, rows_per_expert)
     return grain, scratch_sizes(T, H, I, rows, shared_widths, grain)
 
 
