@@ -187,8 +187,9 @@ _SIGNATURE_FIELDS = ("layer_key", "H", "I", "num_experts", "K", "dtype", "precis
                      "wanted gradients")
 
 
+@lru_cache(maxsize=4096)
 def _signature(text: str) -> dict[str, str]:
-    """What the ranks of a group compare: one named field for each part of the text that `moe` passes to its ops."""
+    """What the ranks of a group compare: one named field for each part of the text that `moe` passes to its ops. Not to be changed."""
     return dict(zip(_SIGNATURE_FIELDS, text.split("|"), strict=True))
 
 

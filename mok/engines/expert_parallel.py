@@ -7,6 +7,7 @@ the order of its routes; so any number of ranks gives the same bits (P3). Legend
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -113,15 +114,25 @@ def agree_on_backward(group: Any, signature: dict, wants: Wants, tensors: MoETen
 
     Where the pass runs inside the launches these compare it themselves: then it is `agreed` of the options that are returned.
     """
-    signature = {"pass": "backward", **signature, "wanted gradients": _names(wants)}
     if runs_in_launch(group, tensors):
-        return replace(options, agreed=in_words(signature))
+        return _with_agreed(options, tuple(signature.items()), wants)
+    signature = _backward_signature(signature, wants)
     facts = group.handshake(signature, forward=group.forward_of(plan.expert_offsets))
     forwards = [fact["forward"] for fact in facts]
     if None not in forwards and len(set(forwards)) > 1:
         by_rank = ", ".join(f"rank {rank}: call {forward}" for rank, forward in enumerate(forwards))
         raise ValueError(f"backward must follow the same forward pass on all ranks of the ExpertGroup; it follows, on {by_rank}")
     return options
+
+
+def _backward_signature(signature: dict, wants: Wants) -> dict:
+    return {"pass": "backward", **signature, "wanted gradients": _names(wants)}
+
+
+@lru_cache(maxsize=4096)
+def _with_agreed(options: PassOptions, signature: tuple, wants: Wants) -> PassOptions:
+    """The options of a backward inside the launches, with what ranks compare of it. signature: items of the forward's."""
+    return replace(options, agreed=in_words(_backward_signature(dict(signature), wants)))
 
 
 def _names(wants: Wants) -> list[str]:

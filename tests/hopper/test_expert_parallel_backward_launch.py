@@ -227,14 +227,11 @@ def test_errors_of_backward_name_the_rank(record, text):
 
 def test_backward_hands_on_what_ranks_compare(monkeypatch):
     """The number that travels is made of the agreed text, and the error finds the text by it."""
-    from mok.engines.hopper import expert_parallel
-
     group = FusedGroup.__new__(FusedGroup)
     group.device, group.debug, group.launch, group._signatures, group._dead = torch.device("cpu"), False, GROUP, {}, None
-    group._record, group._backward_variants = torch.zeros(8, dtype=torch.int32), {(0, None, False)}
+    group._record, group._backward_variants, group._ordered = torch.zeros(8, dtype=torch.int32), {(0, None, False)}, nullcontext()
     seen = []
     monkeypatch.setattr(expert_parallel_backward, "group_backward", lambda *arguments: seen.append(arguments))
-    monkeypatch.setattr(expert_parallel, "_Ordered", lambda group: nullcontext())
     saved = Saved(torch.zeros(0), torch.zeros(0))
     for options, wants in ((PassOptions(agreed="layer 1"), Wants(x=True)), (PassOptions(), Wants(x=True)), (PassOptions(), Wants(w_down=True))):
         group.backward("plan", "tensors", options, saved, "dy", wants, None)

@@ -9,6 +9,7 @@ import torch
 launch = pytest.importorskip("mok.engines.hopper.launch", reason="needs Triton with Gluon")
 backward_launch = pytest.importorskip("mok.engines.hopper.backward_launch")
 plan_kernel = pytest.importorskip("mok.engines.hopper.plan_kernel")
+group_plan = pytest.importorskip("mok.engines.hopper.expert_parallel_plan")
 
 from launch_support import Compiled, Memory, binary, machine_without_gpu  # noqa: E402
 from oracle import make_case, want_all  # noqa: E402
@@ -154,6 +155,55 @@ def test_passes_go_through_ready_launches_from_the_third_on(machine, monkeypatch
     assert reserved == ([102, *third[0][1:]], 0)
     with pytest.raises(ValueError, match="reserve_sms=132 must be less than the 132 blocks"):
         run(reserve_sms=132)
+
+
+def cut_source(experts, waves):
+    """The cut kernel as Triton's compiler takes it."""
+    from triton.compiler import ASTSource
+
+    kernel = group_plan._cut_plan_kernel
+    constants = {"BLOCK": group_plan.BLOCK_CUT, "BLOCK_M": 128, "EXPERTS": experts, "WAVES": waves}
+    types = {**dict.fromkeys(group_plan._CUT, "i32"), **dict.fromkeys(constants, "constexpr"), "expert_offsets": "*i64", "all_offsets": "*i64"}
+    return ASTSource(kernel, {name: types.get(name, "*i32") for name in kernel.arg_names}, constants)
+
+
+@pytest.mark.parametrize("wave_tiles", [None, (3, 2)])
+def test_a_group_s_plan_is_ready_for_any_number_of_tokens(machine, monkeypatch, wave_tiles):
+    """The same five launches as by Triton's own way, but that everybody's plan lies in one block: equal up to where memory lies, for other T too."""
+    W, E, K, most = 3, 8, 2, 700
+    state, everybody = torch.zeros(100, dtype=torch.int32), torch.zeros(W * most, K, dtype=torch.int32)
+    device = state.device
+    monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50)
+    monkeypatch.setattr(plan_kernel, "on_device", lambda tensor: compat._NOTHING)
+    kept, make, run = [], plan_kernel.new_empties, plan_kernel.run_launches                  # memory that is freed would come again for another part
+    monkeypatch.setattr(plan_kernel, "new_empties", lambda *arguments: kept.append(make(*arguments)) or kept[-1])
+    monkeypatch.setattr(plan_kernel, "run_launches", lambda launches, *rest: kept.append(launches) or run(launches, *rest))
+    sources = {name: source for name, source, _ in plan_kernel.compile_sources()}
+    plan_kernels = [binary(sources[f"plan_{name}_kernel_i32_E32"]) for name in ("count_slots", "scan_chunks", "scatter_slots")]
+    scratch = {group_plan._exchange_variant(torch.zeros(1, 1, dtype=torch.int64), False): [binary(group_plan.exchange_source("i64"))],
+               ("plan", device, torch.int32, 32, 128): plan_kernels,
+               group_plan._cut_variant(device, 3, wave_tiles): [binary(cut_source(32, wave_tiles is not None))]}
+    monkeypatch.setattr(runtime, "scratch", scratch)
+    ready = None
+    for T, strides in ((700, (2, 1)), (0, (2, 1)), (5, (1, 5)), (64, (8, 3))):
+        ids = torch.zeros(T * 8 + 8, dtype=torch.int64).as_strided((T, K), strides)
+        group_plan.exchange_ids(ids, E, most, 17, everybody, state, False)
+        plan = group_plan.cut_plan(plan_kernel.build_plan(everybody, E), ids, E, 1, W, most, wave_tiles)
+        expected = [described(call) for call in machine.launches[-5:]]
+        ready = ready or group_plan.ReadyGroupPlan.of(group_plan.GroupIds(E, 1, W, most, everybody, state, wave_tiles), ids, False)
+        ours = ready.build(ids, 17)
+        assert len(machine.launches) % 10 == 0
+        moved = {}
+        for want, found in zip(expected, map(described, machine.launches[-5:]), strict=True):
+            assert len(want) == len(found)
+            for a, b in zip(want, found):
+                is_address = isinstance(a, int) and a > 1 << 20
+                assert moved.setdefault(a, b) == b if is_address else a == b or (a != a and b != b) or id_or_value(a) == id_or_value(b)
+        assert len(set(moved.values())) == len(moved), "two parts lie at one address"
+        assert [(part.shape, part.dtype) for part in ours.tensors()] == [(part.shape, part.dtype) for part in plan.tensors()]
+        assert T == 0 or moved[plan.slot_to_rank.data_ptr()] == ours.slot_to_rank.data_ptr()
+    ends = [place + torch.empty(shape, dtype=dtype).nbytes for place, (shape, dtype) in zip(ready._places, ready._whole.shapes, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, [*ready._places[1:], 4 * ready._block[0]], strict=True)), "parts overlap"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (3, 0), (4, 6), (2, 3, 4), (2, 0, 4)], ids=str)

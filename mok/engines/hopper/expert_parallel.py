@@ -5,9 +5,11 @@ and loaded then too (DESIGN 7, rule 7: loading a module may wait for kernels tha
 """
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import weakref
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,8 @@ from ...runtime import runtime
 from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import backward_launch, expert_parallel_backward, expert_parallel_plan, launch, plan_kernel
-from .expert_parallel_plan import EXCHANGE_LAUNCH, _exchange_ids_kernel, ids_words
+from .compat import current_stream, on_device
+from .expert_parallel_plan import EXCHANGE_LAUNCH, GroupIds, ReadyGroupPlan, _exchange_ids_kernel, ids_words, strides_fit
 from .forward import ForwardConfig
 from .launch import GroupLaunch
 from .limits import unsupported_reason
@@ -90,14 +93,15 @@ class FusedGroup:
         state, capacity, self._record = group_state(self.device, max(rows // launch.TILE, 8 * token_tiles), self._peers, timeout_s)
         self.launch = GroupLaunch(state, capacity, blocks, cooperative, blocks / torch.cuda.get_device_properties(self.device).multi_processor_count,
                                   own_tiles)
-        self._everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
+        everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
+        self._ids = GroupIds(num_experts, rank, world_size, max_tokens, everybody, state, self._wave_tiles)
+        self._ready_plans: dict[tuple[torch.dtype, bool], ReadyGroupPlan | None] = {}
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
         self._signatures: dict[int, str] = {}
         self._reasons: dict[int, str | None] = {}
         self._backward_variants: set[tuple[int, str | None, bool]] = set()
-        self._stream: torch.cuda.Stream | None = None
-        self._event = torch.cuda.Event()
+        self._ordered = _Ordered(self.device)
         with torch.cuda.device(self.device):
             self._load_variants()
         here = weakref.ref(self)
@@ -130,17 +134,15 @@ class FusedGroup:
             raise ValueError(problem)
         number = signature_number(signature)
         self._signatures[number] = signature
-        with torch.cuda.device(self.device), _Ordered(self):
-            expert_parallel_plan.exchange_ids(topk_ids, self.num_experts, self.max_tokens, number, self._everybody, self.launch.state, self.debug)
-            whole = plan_kernel.build_plan(self._everybody, self.num_experts)
-            return self._cut(whole, topk_ids)
+        with on_device(topk_ids), self._ordered:
+            ready = self._ready_plans.get((topk_ids.dtype, self.debug))
+            return self._launch_plan(topk_ids, number) if ready is None or not strides_fit(topk_ids) else ready.build(topk_ids, number)
 
     def forward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions) -> tuple[Tensor, Saved]:
         """One launch: y (T, H) and what backward needs; z has the rows of the buffers. Every rank launches, also one without tokens or rows."""
         self.raise_if_dead()
-        config = ForwardConfig(options.save_for_backward, several_ranks=True, waves=self.bounded, debug=self.debug)
-        with _Ordered(self):
-            return launch.forward(plan, tensors, options, config, group=self.launch)
+        with self._ordered:
+            return launch.forward(plan, tensors, options, _forward_config(options.save_for_backward, self.bounded, self.debug), group=self.launch)
 
     def backward(self, plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants,
                  main_grad: MainGrad | None) -> Grads:
@@ -153,7 +155,7 @@ class FusedGroup:
         agreed = options.agreed or f"backward, {wants}"
         number = signature_number(agreed)
         self._signatures[number] = agreed
-        with _Ordered(self):
+        with self._ordered:
             return expert_parallel_backward.group_backward(plan, tensors, options, saved, dy, wants, main_grad, self.launch, number, self.debug)
 
     def load_backward(self, options: PassOptions) -> None:
@@ -186,9 +188,9 @@ class FusedGroup:
 
     def new_error(self) -> FabricError | None:
         """What a launch reported since the last look, from pinned memory; the group is dead then."""
-        flag, _, wait, tile, expected, seen = self._record.tolist()[:6]
-        if not flag:
+        if not ctypes.c_int32.from_address(self._record.data_ptr()).value:
             return None
+        _, _, wait, tile, expected, seen = self._record.tolist()[:6]
         self._record.zero_()
         self._dead = self._error(wait, tile, expected, seen)
         return self._dead
@@ -211,14 +213,12 @@ class FusedGroup:
         """Compile and load all that a pass launches, the plan's kernels by running them on ids of nobody."""
         ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=self.device)
         for typed in (ids, ids.long()):
-            arguments = expert_parallel_plan.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._everybody, self.launch.state, self.debug)
+            arguments = expert_parallel_plan.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._ids.everybody, self.launch.state, self.debug)
             _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)._init_handles()
-            whole = plan_kernel.build_plan(self._everybody, self.num_experts)
-            self._cut(whole, typed)
+            self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), typed)
         plan, tensors = self._smallest_pass()
         for save in (False, True):
-            launch.load(plan, tensors, PassOptions(save_for_backward=save), ForwardConfig(save, several_ranks=True, waves=self.bounded, debug=self.debug),
-                        self.launch)
+            launch.load(plan, tensors, PassOptions(save_for_backward=save), _forward_config(save, self.bounded, self.debug), self.launch)
         self.load_backward(PassOptions())
 
     def _smallest_pass(self) -> tuple[RoutingPlan, MoETensors]:
@@ -240,32 +240,52 @@ class FusedGroup:
 
     def wave_counts(self) -> WaveCounts:
         """What this group's launches have counted on this rank; waits for those in flight."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._event)
+        self._ordered.wait()
         return WaveCounts(*self.launch.state[12:16].tolist())
+
+    def _launch_plan(self, topk_ids: Tensor, signature: int) -> RoutingPlan:
+        """Exchange, plan and cut by Triton's own way to a launch, which leaves a ready one for the next ids of this dtype."""
+        expert_parallel_plan.exchange_ids(topk_ids, self.num_experts, self.max_tokens, signature, self._ids.everybody, self.launch.state, self.debug)
+        plan = self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), topk_ids)
+        kind = topk_ids.dtype, self.debug
+        if kind not in self._ready_plans:
+            self._ready_plans[kind] = ReadyGroupPlan.of(self._ids, topk_ids, self.debug)
+        return plan
 
     def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:
         """This rank's part of the plan of everybody's ids."""
         return expert_parallel_plan.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens, self._wave_tiles)
 
 
+@lru_cache(maxsize=16)
+def _forward_config(save_z: bool, waves: bool, debug: bool) -> ForwardConfig:
+    return ForwardConfig(save_z, several_ranks=True, waves=waves, debug=debug)
+
+
 class _Ordered:
     """Calls of one group on several streams one after the other (DESIGN 7, rule 10): they share buffers and counters. Captures order themselves."""
 
-    def __init__(self, group: FusedGroup) -> None:
-        self._group = group
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+        self._stream: torch.cuda.Stream | None = None            # of the last call, and its handle
+        self._handle = -1
+
+    def wait(self) -> None:
+        """The device's current stream waits for the last call."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def __enter__(self) -> None:
-        group = self._group
-        self._now = torch.cuda.current_stream(group.device)
-        if group._stream is not None and group._stream != self._now and not torch.cuda.is_current_stream_capturing():
-            self._now.wait_event(group._event)
+        if current_stream(self._device.index) != self._handle and not torch.cuda.is_current_stream_capturing():
+            self.wait()
 
     def __exit__(self, *_: Any) -> None:
-        group = self._group
         if not torch.cuda.is_current_stream_capturing():
-            group._event.record(self._now)
-            group._stream = self._now
+            handle = current_stream(self._device.index)
+            if handle != self._handle or self._stream is None:
+                self._stream, self._handle = torch.cuda.current_stream(self._device), handle
+            self._event.record(self._stream)
 
 
 def bounded_tiles(capacity_factor: float, routes: int, num_experts: int, world_size: int) -> tuple[int, int]:
@@ -278,6 +298,7 @@ def bounded_tiles(capacity_factor: float, routes: int, num_experts: int, world_s
     return more // launch.TILE, fewer // launch.TILE
 
 
+@lru_cache(maxsize=4096)
 def signature_number(signature: str) -> int:
     """What ranks compare of a pass's signature: a hash of it that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=4).digest(), "little") >> (32 - _SIGNATURE_BITS)

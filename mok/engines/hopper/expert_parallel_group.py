@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,14 +105,24 @@ def fused_plan(group: Any, topk_ids: Tensor, num_local_experts: int, signature: 
     """This rank's plan, built without the host, where the pass that `signature` describes runs inside the launches; else None."""
     if group.fused is None:
         return None
-    fused = fused_of(group, topk_ids.device, signature["dtype"], int(signature["H"]), int(signature["I"]), int(signature["K"]))
+    sizes, gradients, words = _pass_of(tuple(signature.items()))
+    fused = fused_of(group, topk_ids.device, *sizes)
     if fused is None:
         return None
-    if str([]) != signature.get("wanted gradients", str([])):
-        limit, recompute = signature["swiglu_limit"], signature["recompute"]
-        fused.load_backward(PassOptions(signature["activation"], None if limit == str(None) else float(limit),
-                                        recompute=None if recompute == str(None) else recompute))
-    return fused.build_plan(topk_ids, num_local_experts, in_words(signature))
+    if gradients is not None:
+        fused.load_backward(gradients)
+    return fused.build_plan(topk_ids, num_local_experts, words)
+
+
+@lru_cache(maxsize=4096)
+def _pass_of(signature: tuple[tuple[str, str], ...]) -> tuple[tuple[str, int, int, int], PassOptions | None, str]:
+    """((dtype, H, I, K), options of the backward that may follow, `in_words`) of a signature's items."""
+    fields = dict(signature)
+    options = None
+    if str([]) != fields.get("wanted gradients", str([])):
+        limit, recompute = fields["swiglu_limit"], fields["recompute"]
+        options = PassOptions(fields["activation"], None if limit == str(None) else float(limit), recompute=None if recompute == str(None) else recompute)
+    return (fields["dtype"], int(fields["H"]), int(fields["I"]), int(fields["K"])), options, in_words(fields)
 
 
 def in_words(signature: dict[str, Any]) -> str:

@@ -193,11 +193,16 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
 
 def ready_plan(topk_ids: Tensor, num_experts: int, block_m: int = BLOCK_M) -> RoutingPlan | None:
     """`build_plan` for ids like earlier ones, at a third of its host time; None for others."""
-    ready = runtime.scratch.get(_READY, {}).get(_size(topk_ids, num_experts, block_m))
+    ready = find_ready(topk_ids, num_experts, block_m)
     if ready is None:
         return None
     with on_device(topk_ids):
         return ready.build(topk_ids)
+
+
+def find_ready(topk_ids: Tensor, num_experts: int, block_m: int = BLOCK_M) -> ReadyPlan | None:
+    """The launches of `build_plan` that are kept ready for ids like these; None if there are none."""
+    return runtime.scratch.get(_READY, {}).get(_size(topk_ids, num_experts, block_m))
 
 
 def _size(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple:
@@ -206,10 +211,10 @@ def _size(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple:
 
 
 class ReadyPlan:
-    """The three launches for ids of one size and layout, ready but for the addresses."""
+    """The three launches for ids of one size and layout, ready but for the addresses. shapes: (shape, dtype) of the plan's maps, then of the counts."""
 
     def __init__(self, plan: RoutingPlan, counts: Tensor, programs: Sequence[int], launches: Sequence[ReadyLaunch]) -> None:
-        self._shapes = [(tuple(part.shape), part.dtype) for part in (*plan.tensors(), counts)]
+        self.shapes = [(tuple(part.shape), part.dtype) for part in (*plan.tensors(), counts)]
         self._programs, self._launches = programs, launches
 
     @staticmethod
@@ -226,15 +231,19 @@ class ReadyPlan:
 
     def build(self, topk_ids: Tensor) -> RoutingPlan:
         """The plan of topk_ids, on the current device."""
-        *maps, counts = new_empties(topk_ids, self._shapes)
+        parts = new_empties(topk_ids, self.shapes)
         device = topk_ids.device
-        ids, count_at, stream = topk_ids.data_ptr(), counts.data_ptr(), current_stream(device.index)
+        self.launch(current_stream(device.index), topk_ids.data_ptr(), runtime.error_word(device).data_ptr(), [part.data_ptr() for part in parts])
+        return RoutingPlan(*parts[:-1])
+
+    def launch(self, stream: int, ids: int, error_word: int, parts: Sequence[int]) -> None:
+        """Launch on the current device; all but the stream are addresses, parts those of memory of `shapes`."""
         count, scan, scatter = self._launches
         chunks, groups, programs = self._programs
-        count(chunks, stream, ids, runtime.error_word(device).data_ptr(), count_at)
-        scan(groups, stream, count_at, maps[_TOKENS_PER_EXPERT].data_ptr())
-        scatter(programs, stream, ids, count_at, *[part.data_ptr() for part in maps])
-        return RoutingPlan(*maps)
+        *maps, counts = parts
+        count(chunks, stream, ids, error_word, counts)
+        scan(groups, stream, counts, maps[_TOKENS_PER_EXPERT])
+        scatter(programs, stream, ids, counts, *maps)
 
 
 def _keep_ready(size: tuple, ready: ReadyPlan | None) -> None:
