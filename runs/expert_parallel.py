@@ -7,7 +7,8 @@ Every rank is a process, a client of a private MPS daemon with its share of the 
 shape and its block of the experts. Its y (with --backward its gradients too) must equal, bit for bit, that part of what one rank's engine computes for
 all tokens.
 
-Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted), `host_us` the host's time for a call.
+Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted), `host_us` the host's time for a call of the
+engine; `layer_host_us` the slowest rank's for `mok.moe` in training and for its backward, autograd included, with every synchronisation an error (limits: 150, 250).
 """
 from __future__ import annotations
 
@@ -64,6 +65,31 @@ def timed(call: Any, count: int, blocks: int, together: Any) -> tuple[list[float
     return times, statistics.median(host)
 
 
+def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor, together: Any) -> dict[str, float]:
+    """Median host time of one rank's `mok.moe` and of its backward; all ranks call. A synchronisation raises."""
+    import mok
+
+    leaves = [t.detach().clone().requires_grad_() for t in (tensors.x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down)]
+    y = mok.moe(leaves[0], ids, *leaves[1:], group=group)
+    calls = {"forward": lambda: mok.moe(leaves[0], ids, *leaves[1:], group=group),
+             "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)}
+    found = {}
+    for name, call in calls.items():
+        times: list[int] = []
+        for block in range(6):
+            torch.cuda.synchronize()
+            together()
+            torch.cuda.set_sync_debug_mode("error")
+            for _ in range(10):
+                start = time.perf_counter_ns()
+                call()
+                if block:                                    # the first one makes launches ready
+                    times.append(time.perf_counter_ns() - start)
+            torch.cuda.set_sync_debug_mode("default")
+        found[name] = round(statistics.median(times) / 1e3, 1)
+    return found
+
+
 def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, backward: bool, count: int, blocks: int, results: Any) -> None:
     """One rank: build the group, compare with one rank's engine, time."""
     import mok
@@ -78,8 +104,8 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     mine = slice(rank * T // W, (rank + 1) * T // W)
     first, owned = experts_of_rank(E, W, rank)
     started = time.perf_counter()
-    group = mok.ExpertGroup(num_experts=E, max_tokens=-(-T // W), hidden_size=H, top_k=K, timeout_s=10).fused
-    built = time.perf_counter() - started
+    ranks = mok.ExpertGroup(num_experts=E, max_tokens=-(-T // W), hidden_size=H, top_k=K, timeout_s=10)
+    group, built = ranks.fused, time.perf_counter() - started
     if group is None:
         raise RuntimeError("this group's launches do not communicate")
     own_ids = ids[mine].contiguous()
@@ -112,8 +138,9 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     dist.barrier()
     timed(call, count, 1, dist.barrier)                                    # warm
     times, host = timed(call, count, blocks, dist.barrier)
+    layer = layer_host_us(ranks, own_ids, tensors, dy[mine], dist.barrier)
     mok.check()
-    results.put({"rank": rank, "differing": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
+    results.put({"rank": rank, "layer_host_us": layer, "differing": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
                  "rows": int(group.build_plan(own_ids, owned, "benchmark").expert_offsets[-1])})
     torch.cuda.synchronize()
     dist.barrier()
@@ -181,13 +208,15 @@ def main() -> int:
         ms = statistics.median(times)
         entries.append({**common, "impl": impl, "ms": ms, "tflops": flops / ms, "spread": (max(times) - min(times)) / ms / 2, "host_us": host})
         print(f"{impl:16s} {ms:8.3f} ms {flops / ms:7.1f} TFLOP/s  host {host:.0f} us", flush=True)
+    layer = {name: max(o["layer_host_us"][name] for o in outcomes) for name in ("forward", "backward")}
+    print(f"mok.moe on {W} ranks: host {layer['forward']:.0f} us forward, {layer['backward']:.0f} us backward", flush=True)
     differing = sum(sum(outcome["differing"]) for outcome in outcomes)
     commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(json.dumps(document := {
         "date": datetime.date.today().isoformat(), "commit": commit, "gpu": alone["gpu"], "torch": torch.__version__, "triton": triton.__version__,
         "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "differing_tokens": differing,
         "differing_of_ranks": [outcome["differing"] for outcome in outcomes], "ratio_to_one_rank": entries[0]["ms"] / entries[1]["ms"],
-        "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes], "built_s": [round(outcome["built_s"], 1) for outcome in outcomes],
+        "layer_host_us": layer, "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes], "built_s": [round(outcome["built_s"], 1) for outcome in outcomes],
         "results": entries}))
     if args.out:
         with open(args.out, "w") as file:
