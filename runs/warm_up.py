@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from mok.engines.hopper import expert_parallel_plan, launch, plan_kernel
+from mok.engines.hopper import expert_parallel_plan_launch, launch, plan_kernel
 from mok.engines.hopper.backward import BackwardConfig, _backward_kernel
 from mok.engines.hopper.backward_launch import VARIANTS, _arguments, _buffers, _empty_grads
 from mok.engines.hopper.expert_parallel_backward import load_group_backward
@@ -41,14 +41,14 @@ def compile_plans(experts: int) -> None:
     for dtype in (torch.int32, torch.int64):
         ids = torch.full((1, 1), -1, dtype=dtype, device="cuda")
         for wave_tiles in (None, (1, 1)):
-            expert_parallel_plan.cut_plan(plan_kernel.build_plan(ids, experts), ids, experts, 0, 1, 1, wave_tiles)
+            expert_parallel_plan_launch.cut_plan(plan_kernel.build_plan(ids, experts), ids, experts, 0, 1, 1, wave_tiles)
 
 
 def compile_exchange(debug: bool) -> None:
     for dtype in (torch.int32, torch.int64):
         ids = torch.full((1, 1), -1, dtype=dtype, device="cuda")
-        arguments = expert_parallel_plan.exchange_arguments(ids, 1, 1, 0, ids.int(), launch_state(ids.device, 64)[0], debug)
-        expert_parallel_plan._exchange_ids_kernel.warmup(*arguments, grid=(1,), **expert_parallel_plan.EXCHANGE_LAUNCH)
+        arguments = expert_parallel_plan_launch.exchange_arguments(ids, 1, 1, 0, ids.int(), launch_state(ids.device, 64)[0], debug)
+        expert_parallel_plan_launch._exchange_ids_kernel.warmup(*arguments, grid=(1,), **expert_parallel_plan_launch.EXCHANGE_LAUNCH)
 
 
 def compile_one(name: str) -> None:

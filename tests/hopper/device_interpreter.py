@@ -425,14 +425,13 @@ def _stand_ins(gl: Language) -> dict[str, Any]:
         return function if function is not None else lambda f: f
 
     unused: Any = types.SimpleNamespace()
-    gluon = module("gluon", jit=jit, constexpr_function=lambda f: f, language=gl, _runtime=module("r", GluonASTSource=None))
+    gluon = module("gluon", jit=jit, constexpr_function=lambda f: f, language=gl)
     triton = module("triton", jit=jit, language=module("tl", constexpr=None), cdiv=lambda a, b: -(-a // b))
     hopper = module("hopper", fence_async_shared=None, mbarrier=unused, warpgroup_mma=None, warpgroup_mma_wait=None)
-    compat = module("compat", aggregate=lambda c: c, thread_barrier=lambda: None, tma_load=None, tma_store=None, tma_store_wait=None, COMPILE_OPTIONS={},
-                    new_empties=None)
+    compat = module("compat", aggregate=lambda c: c, thread_barrier=lambda: None, tma_load=None, tma_store=None, tma_store_wait=None)
     ours = {"": {}, ".engines": {}, ".engines.hopper": {"plan_kernel": unused}, ".fabric": {"flag_page": mok.fabric.flag_page}}
     return {"triton": triton, "triton.language": triton.language, "triton.experimental": module("e", gluon=gluon), "triton.experimental.gluon": gluon,
-            "triton.experimental.gluon.language": gl, "triton.experimental.gluon._runtime": gluon._runtime,
+            "triton.experimental.gluon.language": gl,
             "triton.experimental.gluon.language.nvidia": module("n"), "triton.experimental.gluon.language.nvidia.hopper": hopper,
             **{f"mok_interpreted{name}": module(name, **members) for name, members in ours.items()},
             f"{PACKAGE}.compat": compat, f"{PACKAGE}.plan_kernel": module("plan_kernel"), "mok_interpreted.config": mok.config,

@@ -13,7 +13,7 @@ from mok.plan import RoutingPlan, count_ids, experts_of_rank
 from mok.waves import wave_tiles
 
 pytest.importorskip("triton.experimental.gluon")
-from mok.engines.hopper import expert_parallel_plan, plan_kernel
+from mok.engines.hopper import expert_parallel_plan_launch, plan_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -61,7 +61,7 @@ def test_cut_plan_equals_the_process_group_plan(tokens, K, E):
         everybody[r, :i.shape[0]] = i
     whole = plan_kernel.build_plan(everybody.view(W * max_tokens, K).to(DEVICE), E)
     for rank, want in enumerate(rank_plans(ids, E, max_tokens)):
-        got = expert_parallel_plan.cut_plan(whole, ids[rank].to(DEVICE), E, rank, W, max_tokens, (3, 2) if E == 6 else None)
+        got = expert_parallel_plan_launch.cut_plan(whole, ids[rank].to(DEVICE), E, rank, W, max_tokens, (3, 2) if E == 6 else None)
         if E == 6:
             counts = torch.stack([count_ids(i.reshape(-1).long(), E) for i in ids])
             used = wave_tiles(counts, 1.0, W * max_tokens * K)[:, 0]

@@ -9,12 +9,12 @@ import torch
 launch = pytest.importorskip("mok.engines.hopper.launch", reason="needs Triton with Gluon")
 backward_launch = pytest.importorskip("mok.engines.hopper.backward_launch")
 plan_kernel = pytest.importorskip("mok.engines.hopper.plan_kernel")
-group_plan = pytest.importorskip("mok.engines.hopper.expert_parallel_plan")
+group_plan = pytest.importorskip("mok.engines.hopper.expert_parallel_plan_launch")
 
 from launch_support import Compiled, Memory, binary, machine_without_gpu  # noqa: E402
 from oracle import make_case, want_all  # noqa: E402
 
-from mok.engines.hopper import compat  # noqa: E402
+from mok.engines.hopper import compat, expert_parallel_plan  # noqa: E402
 from mok.engines.hopper.compat import current_stream, new_empty, ready_launch  # noqa: E402
 from mok.engines.torch_gpu import TorchGpuEngine  # noqa: E402
 from mok.runtime import runtime  # noqa: E402
@@ -163,7 +163,7 @@ def cut_source(experts, waves):
 
     kernel = group_plan._cut_plan_kernel
     constants = {"BLOCK": group_plan.BLOCK_CUT, "BLOCK_M": 128, "EXPERTS": experts, "WAVES": waves}
-    types = {**dict.fromkeys(group_plan._CUT, "i32"), **dict.fromkeys(constants, "constexpr"), "expert_offsets": "*i64", "all_offsets": "*i64"}
+    types = {**dict.fromkeys(expert_parallel_plan._CUT, "i32"), **dict.fromkeys(constants, "constexpr"), "expert_offsets": "*i64", "all_offsets": "*i64"}
     return ASTSource(kernel, {name: types.get(name, "*i32") for name in kernel.arg_names}, constants)
 
 

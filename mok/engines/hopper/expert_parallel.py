@@ -22,9 +22,10 @@ from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
 from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, expert_parallel_backward, expert_parallel_plan, launch, plan_kernel
+from . import backward_launch, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
 from .compat import current_stream, on_device
-from .expert_parallel_plan import EXCHANGE_LAUNCH, GroupIds, ReadyGroupPlan, _exchange_ids_kernel, ids_words, strides_fit
+from .expert_parallel_plan import _exchange_ids_kernel, ids_words
+from .expert_parallel_plan_launch import EXCHANGE_LAUNCH, GroupIds, ReadyGroupPlan, strides_fit
 from .forward import ForwardConfig
 from .launch import GroupLaunch
 from .limits import unsupported_reason
@@ -213,7 +214,8 @@ class FusedGroup:
         """Compile and load all that a pass launches, the plan's kernels by running them on ids of nobody."""
         ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=self.device)
         for typed in (ids, ids.long()):
-            arguments = expert_parallel_plan.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._ids.everybody, self.launch.state, self.debug)
+            arguments = expert_parallel_plan_launch.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._ids.everybody, self.launch.state,
+                                                                       self.debug)
             _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)._init_handles()
             self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), typed)
         plan, tensors = self._smallest_pass()
@@ -245,7 +247,7 @@ class FusedGroup:
 
     def _launch_plan(self, topk_ids: Tensor, signature: int) -> RoutingPlan:
         """Exchange, plan and cut by Triton's own way to a launch, which leaves a ready one for the next ids of this dtype."""
-        expert_parallel_plan.exchange_ids(topk_ids, self.num_experts, self.max_tokens, signature, self._ids.everybody, self.launch.state, self.debug)
+        expert_parallel_plan_launch.exchange_ids(topk_ids, self.num_experts, self.max_tokens, signature, self._ids.everybody, self.launch.state, self.debug)
         plan = self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), topk_ids)
         kind = topk_ids.dtype, self.debug
         if kind not in self._ready_plans:
@@ -254,7 +256,7 @@ class FusedGroup:
 
     def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:
         """This rank's part of the plan of everybody's ids."""
-        return expert_parallel_plan.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens, self._wave_tiles)
+        return expert_parallel_plan_launch.cut_plan(whole, topk_ids, self.num_experts, self.rank, self.world_size, self.max_tokens, self._wave_tiles)
 
 
 @lru_cache(maxsize=16)
