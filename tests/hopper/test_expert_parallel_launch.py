@@ -37,9 +37,9 @@ def test_arguments_stand_in_the_kernel_s_order(T):
     assert by_name["state"] is state and by_name["capacity"] == 4096 and by_name["T"] == T and by_name["K"] == K
 
 
-def test_where_experts_have_few_rows_tasks_go_by_ticket():
+def test_where_experts_have_few_rows_or_large_weights_tasks_go_by_ticket():
     """The default alone: what a caller's Granularity says stands."""
-    assert not launch.granularity(None, 7168, 2048).tickets
+    assert launch.granularity(None, 7168, 2048).tickets and not launch.granularity(None, 2048, 1024).tickets
     for T, tickets in ((2 * launch.FEW_ROWS - 1, True), (2 * launch.FEW_ROWS, False), (0, True)):
         grain, _ = launch._default_sizes(T, 64, 32, 512, (), None, 1.0, T * 2 / 4)
         assert grain.tickets is tickets

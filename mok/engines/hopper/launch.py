@@ -24,7 +24,8 @@ from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kern
 from .state import launch_state
 
 TILE = 128                                    # rows of a row tile; equals tasks.BLOCK_M
-FEW_ROWS = 1024                               # an expert's rows on average below which CTAs take tasks by ticket (`granularity`)
+L2_BYTES = 24 << 20                           # of an H200's L2 that a working set has (runs/traffic_model.py: half of it)
+FEW_ROWS = 1536                               # an expert's rows on average below which CTAs take tasks by ticket (`granularity`)
 MAX_GROUP = 2048                              # 262144 rows; keeps the tasks of a phase below 2^20 for H and I up to 65536 (tasks.locate)
 SUSTAINED_TFLOPS = 650                        # of one H200 in a long bf16 GEMM; only a time scale here
 ACTIVATION_IDS = {"swiglu": 0, "swiglu_oai": 1, "geglu": 2, "reglu": 3}
@@ -67,8 +68,8 @@ def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0, rows
     """The group that `overlap` asks for, or the measured default (H200, 2026-11-30): 16 tiles, 8 where I makes a group's weights outgrow L2.
 
     card: the part of the device's multiprocessors that this launch has; ranks that share a device share its L2 too, so their groups are smaller.
-    rows_per_expert: on average, T*K / E_local. Where they are few, so many tiles are partly padding and end early that CTAs with tasks of their own
-    drift apart and read weights that have left L2: tickets then (docs/kernels.md has the measurement).
+    rows_per_expert: on average, T*K / E_local. Tiles that are partly padding end early, and CTAs with tasks of their own drift apart then: they read weights
+    that have left L2. So tasks go by ticket where an expert's weights outgrow L2, or many tiles are padding (docs/kernels.md has the measurements).
 
     The ring of x rows holds what the tensor cores read in about 100 us, and never less than two groups: a mover may be busy with a sum for
     10 us when a place becomes free, and every late row stalls a group. Qwen3-30B-A3B: 32 tiles 0.70 of the roof, 64 tiles 0.76.
@@ -79,7 +80,7 @@ def granularity(overlap: Overlap | None, H: int, I: int, card: float = 1.0, rows
         group = max(2, round((16 if I <= 8192 else 8) * card))
     tile_us = 6e-6 * TILE * H * I / (SUSTAINED_TFLOPS * card)
     ahead = min(max(group, math.ceil(100 / tile_us)), 8 * group)
-    return Granularity(group, group + ahead, 3 * group, rows_per_expert < FEW_ROWS)
+    return Granularity(group, group + ahead, 3 * group, rows_per_expert < FEW_ROWS or 6 * H * I > L2_BYTES)
 
 
 def mover_warps(overlap: Overlap | None) -> int:
