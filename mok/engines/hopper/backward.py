@@ -117,7 +117,6 @@ INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "nu
             "group_tiles", "shared_results_row", "features", "wants", "activation", "pass_number"]
 # bits of `features`, beside those of backward_pipe
 HAS_B_DOWN = gl.constexpr(4)
-HAS_B_UP = gl.constexpr(16)
 
 
 @gluon.jit
@@ -180,6 +179,8 @@ def _init_barriers(pipe, tasks, out_0, out_1, AGAIN: gl.constexpr):
 @gluon.jit
 def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr,
            RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    # strides arrive in eighths, as widths do in sixteenths (see `_backward_kernel`)
+    dy, x = Source(dy.x, fresh(dy.x_stride) * 8), Source(x.x, fresh(x.x_stride) * 8)
     if EP:
         group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE, 1, NW, RECOMPUTE, OMIT, DEBUG)
     else:
@@ -286,12 +287,12 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     if EP:
         stage_gradients(own(s), flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE != 0, DEBUG)
     memory = (pipe, tasks, out_0, out_1)
-    sources = (Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, pass_number)
+    sources = (Source(dy, dy_stride_8), Source(x, x_stride_8), dy_rows, x_rows, pass_number)
     load_descs = ((dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc), (shared_z_0, shared_up_0, shared_down_0),
                   (shared_z_1, shared_up_1, shared_down_1), (dy_desc, x_desc, shared_dz_desc, shared_wh_desc))
     store_descs = ((dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc, (up_grad_desc, shared_up_grad_0, shared_up_grad_1),
                    (down_grad_desc, shared_down_grad_0, shared_down_grad_1))
-    bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
+    bias_up = (b_up, features) if RECOMPUTE else ()
     if RECOMPUTE == Z_AGAIN:
         w = Wave(gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])), num_tiles_ptr, capacity, wave_table)
         widths = (H_16, I_16, shared_I_16_0, shared_I_16_1)
