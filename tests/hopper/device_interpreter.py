@@ -371,7 +371,7 @@ def replaced_functions(gl: Language, memory: Memory, reports: list, sleeps: Any)
                 gl.local.reason = int(phase)
 
     nothing = dict.fromkeys(("fence_proxy", "fence_acquire", "fence_acquire_system", "stores_complete", "keep_loads_above"), lambda anchor: None)
-    same = dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "fresh_long"), lambda value: value)
+    same = dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "fresh_long", "new_block"), lambda value: value)
     return {**nothing, **same, "this_cta": lambda anchor: gl.program_id(0), "grid_size": lambda anchor: gl.num_programs(0),
             "load_acquire": load_acquire, "load_acquire_system": load_acquire, "report_timeout": report_timeout, "nap": lambda seed, debug: sleeps(),
             "pause": lambda anchor: wait_a_little(), "clock": lambda anchor: Block(int(time.monotonic() * 1000) & 0x3FFFFFFF, "i32")}

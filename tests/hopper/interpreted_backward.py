@@ -136,14 +136,12 @@ class BackwardSimulation(Simulation):
         recompute = 2 if waves else self.recompute
         pass_number = number(self.numbers.get((epoch - 1, rank), 40 + n))
 
-        def share(first_row) -> tuple:
-            """(Rows, Sums) from a row of the plan on."""
-            of_rows = m["backward_pipe"].Rows(p["tile_to_expert"] + first_row // TILE, p["expert_offsets"], p["tokens_per_expert"],
-                                              p["row_to_slot"] + first_row, p["row_weights"], p["partials"], zero,
-                                              p["partials"], p["partials"], p["partials"], zero, zero)
-            return of_rows, m["backward_move"].Sums(p["dx"], p["results"], number(rows), p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"],
-                                                    p["db_up"], p["db_down"], p["x"], p["x"], p["x"], p["x"], p["partials"], number(K), number(experts),
-                                                    p["row_to_rank"] + first_row)
+        of_rows = m["backward_pipe"].Rows(p["tile_to_expert"], p["expert_offsets"], p["tokens_per_expert"], p["row_to_slot"], p["row_weights"], p["partials"],
+                                          zero, p["partials"], p["partials"], p["partials"], zero, zero)
+        sums = m["backward_move"].Sums(p["dx"], p["results"], number(rows), p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"],
+                                       p["db_up"], p["db_down"], p["x"], p["x"], p["x"], p["x"], p["partials"], number(K), number(experts),
+                                       p["row_to_rank"])
+        parts = (tuple(map(number, (H // 16, I // 16, I // 16, I // 16))), number(T), number(count), number(2), number(self.wants))
 
         def cta() -> None:
             """What the kernel does around its roles, of which there are movers and, once, GEMMs."""
@@ -160,13 +158,10 @@ class BackwardSimulation(Simulation):
                         words_used = flags.x_ready.a - flags.totals.a
                         loop.next_wave(flags.x_ready + experts + 2, flags.totals, number(int(words_used) // 4 + experts + 2), wave, control, 3, 15)
                     loop.set_wave(w, wave)
-                    part = m["backward_waves"].backward_schedule_of_wave(tuple(map(number, (H // 16, I // 16, I // 16, I // 16))), number(T), number(count),
-                                                                         number(2), number(self.wants), p["tile_to_expert"], p["expert_offsets"],
-                                                                         number(experts), w, 4)
+                    part = m["backward_waves"].backward_schedule_of_wave(*parts, p["tile_to_expert"], p["expert_offsets"], number(experts), w, 4)
                     first_row = loop.first_tile(w, 4) * TILE
-                of_rows, sums = share(first_row)
-                roles = [(program, GRID, mover.group_mover, (part, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, (carry,), 8, 1, 2,
-                                                             recompute, 0, 1))]
+                arguments = (part, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, (carry, None, parts), 8, 1, 2, recompute, 0, 1)
+                roles = [(program, GRID, mover.group_mover, arguments)]
                 if program == 0:
                     roles.append((0, GRID, self._gemms, (n, rank, plan, flags, m["backward_tasks"].own(part), arrays, rows, int(first_row), recompute)))
                 self._together(rank, roles)

@@ -210,10 +210,8 @@ class Simulation:
                                                          "K": K, "stride": H // 8, "rows": rows, "epoch": epoch, "0": 0, "wave": rows // TILE}.items()}
         s = m["tasks"].Schedule(*(number[k] for k in ("H", "I", "I", "I", "T", "count", "tiles", "1", "ring", "ring")))
 
-        def tokens(first_row) -> object:
-            return m["move"].Tokens(p["out"], p["results"], p["row_to_slot"] + first_row, p["slot_to_row"], p["weights"], p["order"], p["x"],
-                                    number["stride"], p["x"], p["x"], number["0"], number["rows"], number["K"], p["row_to_rank"] + first_row,
-                                    number["epoch"])
+        tokens = m["move"].Tokens(p["out"], p["results"], p["row_to_slot"], p["slot_to_row"], p["weights"], p["order"], p["x"], number["stride"], p["x"],
+                                  p["x"], number["0"], number["rows"], number["K"], p["row_to_rank"], number["epoch"])
 
         flags = m["gemm"].Flags(control, control + 16, gl.cast(CAPACITY, "i32"), gl.cast(16 + 2 * CAPACITY + count * -(-T // TILE), "i32"))
         multiplied = [threading.Event() for _ in range(plan.num_rows // TILE + 1)]
@@ -229,9 +227,9 @@ class Simulation:
                         loop.next_wave(flags.counters + loop.SET_WAVES, flags.counters, 16 + 5 * CAPACITY, wave, control, 0, 15)
                     loop.set_wave(w, wave)
                     part, first = loop.schedule_of_wave(s, w, 4), loop.first_tile(w, 4)
-                here, done = tokens(first * TILE), multiplied[int(wave)]
-                roles = [(program, GRID, self._consumer, (s, part, tokens(number["0"]), flags, wg, done, w if waves else None)) for wg in range(2)]
-                mover = (part, flags, here, p["ring"], 1, 1, 2, int(waves), 0, 1)
+                done = multiplied[int(wave)]
+                roles = [(program, GRID, self._consumer, (s, part, tokens, flags, wg, done, w if waves else None)) for wg in range(2)]
+                mover = (part, flags, tokens, p["ring"], w, 1, 1, 2, int(waves), 0, 1)
                 roles.append((program, GRID, m["expert_parallel_move"].group_mover, mover))
                 if program == 0:
                     roles.append((0, GRID, self._gemm, (n, rank, plan, flags, arrays, rows, part, int(first), done)))

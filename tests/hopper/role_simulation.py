@@ -242,7 +242,7 @@ class Roles:
         nothing = ("tma_store", "tma_store_wait", "fence_proxy", "nap", "thread_barrier", "fence_async_shared", "warpgroup_mma", "reinterpret",
                    "keep_loads_above", "OWN_SLOTS", "peers_of", "rows_at")
         return {**dict.fromkeys(nothing, TILE), "gl": gl, "mbarrier": mbarrier, "aggregate": lambda cls: cls,
-                **dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "apart"), lambda value, *_: value),
+                **dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "apart", "new_block"), lambda value, *_: value),
                 "this_cta": lambda _: gl.program_id(0), "grid_size": lambda _: gl.num_programs(0),
                 "gluon": types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
                 "tma_load": lambda _, __, ready, ___: ready.arrive(0, -BOX_BYTES), "warpgroup_mma_wait": lambda *_, **__: wait(None, "its turn") or TILE,

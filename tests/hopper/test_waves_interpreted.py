@@ -42,7 +42,7 @@ FAULTS = {
     "a wave begins before all is zeroed": ("    meet(arrivals, 2 * wave, control)\n", "    add_release(arrivals, 1)\n"),
     "a wave that sums early": ("    return wave_index(w, NW) + 1 == waves_of(", "    return wave_index(w, NW) + 2 >= waves_of("),
     "the same rows again": ("    return wave_index(w, NW) * w.capacity", "    return wave_index(w, NW) * 0"),
-    "one wave too few": ("    return gl.maximum(gl.cdiv(num_tiles, wave_tiles), 1)", "    return gl.maximum(num_tiles // wave_tiles, 1)"),
+    "one wave too few": ("    return gl.maximum(gl.cdiv(num_tiles, fresh(wave_tiles)), 1)", "    return gl.maximum(num_tiles // wave_tiles, 1)"),
 }
 
 

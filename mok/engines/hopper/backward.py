@@ -117,7 +117,6 @@ INTEGERS = ["T", "K", "E", "H_16", "I_16", "shared_I_16_0", "shared_I_16_1", "nu
             "group_tiles", "shared_results_row", "features", "wants", "activation", "pass_number"]
 # bits of `features`, beside those of backward_pipe
 HAS_B_DOWN = gl.constexpr(4)
-HAS_B_UP = gl.constexpr(16)
 
 
 @gluon.jit
@@ -180,6 +179,8 @@ def _init_barriers(pipe, tasks, out_0, out_1, AGAIN: gl.constexpr):
 @gluon.jit
 def _mover(s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr,
            RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
+    # strides arrive in eighths, as widths do in sixteenths (see `_backward_kernel`)
+    dy, x = Source(dy.x, fresh(dy.x_stride) * 8), Source(x.x, fresh(x.x_stride) * 8)
     if EP:
         group_mover(s, rows, flags, m, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE, 1, NW, RECOMPUTE, OMIT, DEBUG)
     else:
@@ -209,12 +210,12 @@ def words_before_staging(s, capacity, num_shared):
 
 
 @gluon.jit
-def _run_roles(s, rows, flags, movers, memory, bias_up, load_descs, store_descs, shared_results_row, recomputed, sources, waves, settings: gl.constexpr):
-    """All roles of a CTA, from the first task to the last. movers: what they and the producer have of rows and sums: with waves, this one's share.
+def _run_roles(s, rows, flags, shares, memory, bias_up, load_descs, store_descs, shared_results_row, recomputed, sources, waves, settings: gl.constexpr):
+    """All roles of a CTA, from the first task to the last. shares: the producer's rows, with waves this one's share, and the movers' sums.
 
     settings: ACT, STAGGER, COPY_ROWS_AT_ONCE, EP, RECOMPUTE, DEBUG, OMIT, MOVER_WARPS, registers of consumers and of the other roles.
     """
-    here, sums = movers
+    here, m = shares
     pipe, tasks, out_0, out_1 = memory
     dy, x, dy_rows, x_rows, pass_number = sources
     routed, shared_0, shared_1, tokens_desc = load_descs
@@ -234,7 +235,7 @@ def _run_roles(s, rows, flags, movers, memory, bias_up, load_descs, store_descs,
         (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, waves, 1, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
         (producer, (s, here, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, waves, RECOMPUTE, DEBUG)),
         (storer, (s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, recomputed, RECOMPUTE, DEBUG)),
-        (_mover, (s, here, flags, sums, dy, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE, MOVER_WARPS, EP, RECOMPUTE, OMIT, DEBUG)),
+        (_mover, (s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE, MOVER_WARPS, EP, RECOMPUTE, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
 
@@ -286,16 +287,16 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     if EP:
         stage_gradients(own(s), flags, dy, dy_stride_8, x, x_stride_8, topk_weights, K, E, pass_number, results, 8, RECOMPUTE != 0, DEBUG)
     memory = (pipe, tasks, out_0, out_1)
-    sources = (Source(dy, dy_stride_8 * 8), Source(x, x_stride_8 * 8), dy_rows, x_rows, pass_number)
+    sources = (Source(dy, dy_stride_8), Source(x, x_stride_8), dy_rows, x_rows, pass_number)
     load_descs = ((dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_desc, down_desc), (shared_z_0, shared_up_0, shared_down_0),
                   (shared_z_1, shared_up_1, shared_down_1), (dy_desc, x_desc, shared_dz_desc, shared_wh_desc))
     store_descs = ((dz_desc, wh_desc, shared_dz_desc, shared_wh_desc), results_desc, (up_grad_desc, shared_up_grad_0, shared_up_grad_1),
                    (down_grad_desc, shared_down_grad_0, shared_down_grad_1))
-    bias_up = (b_up, features & HAS_B_UP) if RECOMPUTE else ()
+    bias_up = (b_up, features) if RECOMPUTE else ()
     if RECOMPUTE == Z_AGAIN:
         w = Wave(gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])), num_tiles_ptr, capacity, wave_table)
         widths = (H_16, I_16, shared_I_16_0, shared_I_16_1)
-        waves = (Carry(w, carry), z_again_desc)
+        waves = (Carry(w, carry), z_again_desc, (widths, T, num_shared, group_tiles, wants))
         wave = T * 0
         while wave < waves_of(gl.load(num_tiles_ptr, volatile=True), capacity):
             if wave > 0:
@@ -307,10 +308,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
             begin = first_tile(w, 4)
             here = Rows(tile_to_expert + begin, expert_offsets, tokens_per_expert, row_to_slot + begin * TILE_M, row_weights, gates, features, partials,
                         main_up, main_down, activation, limit)
-            sums = Sums(dx, results, shared_results_row, slot_to_row, d_topk_weights, b_down, features & HAS_B_DOWN, dz, db_up, db_down, gate_0, gate_1,
-                        d_gate_0, d_gate_1, gate_slopes, K, E, row_to_rank + begin * TILE_M)
             thread_barrier()                             # what these read came through memory that the roles' arguments are about to fill
-            _run_roles(part, rows, flags, (here, sums), memory, bias_up, load_descs, store_descs, shared_results_row, (z_again_desc, shared_z_0, shared_z_1),
+            _run_roles(part, rows, flags, (here, m), memory, bias_up, load_descs, store_descs, shared_results_row, (z_again_desc, shared_z_0, shared_z_1),
                        sources, waves, SETTINGS)
             wave = wave_index(w, 4) + 1
         s = own(backward_schedule_of_wave(widths, T, num_shared, group_tiles, wants, tile_to_expert, expert_offsets, E, w, 4))

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .backward_pipe import (
     CHUNK,
     GEGLU,
+    HAS_B_UP,
     NUM_STAGES,
     PLAIN_SWIGLU,
     REGLU,
@@ -36,7 +37,7 @@ from .backward_tasks import (
 from .backward_waves import tile_of_carry
 from .compat import reinterpret, thread_barrier
 from .gemm import ACT_GEGLU, ACT_REGLU, ACT_SWIGLU_OAI, ACT_SWIGLU_PLAIN, LOG2_E, _halves, _reciprocal, _with_bias, activate
-from .sync import fresh, fresh_float, fresh_pairs, keep_loads_above, nap
+from .sync import fresh, fresh_float, fresh_pairs, nap, new_block
 from .wave_loop import first_tile
 
 
@@ -86,41 +87,40 @@ def _z_step(dh, weight, valid, rows, pipe, it, LAYOUT: gl.constexpr, WG: gl.cons
     EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     stage = stage_of(it)
     mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
-    gate = pipe.a.index(2 * stage + WG)
-    up = pipe.chunks.index(4 * stage + WG)
     d0, d1 = _halves(dh, CHUNK, CHUNK, EIGHTH)
-    a0, b0, c0, part_0 = _dh_half(d0, gate, up, weight, valid, rows, it, 0, LAYOUT, ACT, OMIT)
-    a1, b1, c1, part_1 = _dh_half(d1, gate, up, weight, valid, rows, it, 1, LAYOUT, ACT, OMIT)
-    gate.store(_whole(a0, a1, CHUNK, LAYOUT))
-    up.store(_whole(b0, b1, CHUNK, LAYOUT))
+    a0, b0, c0, part_0 = _dh_half(d0, weight, valid, rows, pipe, stage, 0, LAYOUT, WG, ACT, OMIT)
+    a1, b1, c1, part_1 = _dh_half(d1, weight, valid, rows, pipe, stage, 1, LAYOUT, WG, ACT, OMIT)
+    pipe.a.index(2 * stage + WG).store(_whole(a0, a1, CHUNK, LAYOUT))
+    pipe.chunks.index(4 * stage + WG).store(_whole(b0, b1, CHUNK, LAYOUT))
     pipe.chunks.index(4 * stage + 2 + WG).store(_whole(c0, c1, CHUNK, LAYOUT))
     fence_async_shared()                                 # these ordinary stores before the TMA store of the storer
     return part_0 + part_1
 
 
 @gluon.jit
-def _dh_half(dh, gate, up, weight, valid, rows, anchor, HALF: gl.constexpr, LAYOUT: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
+def _dh_half(dh, weight, valid, rows, pipe, stage, HALF: gl.constexpr, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
     """32 columns of a z-step: (dz_gate, dz_up, w*h) in bf16 and <dh, h> of each row."""
     EIGHTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     SIXTEENTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
     d0, d1 = _halves(dh, CHUNK, CHUNK // 2, SIXTEENTH)
-    a0, b0, c0, product_0 = _dh_quarter(d0, gate, up, weight, valid, rows, anchor, 2 * HALF, LAYOUT, ACT, OMIT)
-    a1, b1, c1, product_1 = _dh_quarter(d1, gate, up, weight, valid, rows, anchor, 2 * HALF + 1, LAYOUT, ACT, OMIT)
+    a0, b0, c0, product_0 = _dh_quarter(d0, weight, valid, rows, pipe, stage, 2 * HALF, LAYOUT, WG, ACT, OMIT)
+    a1, b1, c1, product_1 = _dh_quarter(d1, weight, valid, rows, pipe, stage, 2 * HALF + 1, LAYOUT, WG, ACT, OMIT)
     part = gl.sum(_whole(product_0, product_1, CHUNK // 2, EIGHTH), 1)
     return _whole(a0, a1, CHUNK // 2, EIGHTH), _whole(b0, b1, CHUNK // 2, EIGHTH), _whole(c0, c1, CHUNK // 2, EIGHTH), part
 
 
 @gluon.jit
-def _dh_quarter(dh, gate, up, weight, valid, rows, anchor, QUARTER: gl.constexpr, LAYOUT: gl.constexpr, ACT: gl.constexpr, OMIT: gl.constexpr):
+def _dh_quarter(dh, weight, valid, rows, pipe, stage, QUARTER: gl.constexpr, LAYOUT: gl.constexpr, WG: gl.constexpr, ACT: gl.constexpr,
+                OMIT: gl.constexpr):
     """16 columns: (dz_gate, dz_up, w*h) in bf16 and dh * h.
 
-    One quarter of a z-step after the other, its loads behind and its results before everything of the next: left alone, the compiler works on all four at
-    once, which takes up to 60 registers more than there are beside the accumulators.
+    One quarter of a z-step after the other, its loads behind and its results before everything of the next (`new_block`): left alone, the compiler works on
+    all four at once, which takes up to 60 registers more than there are beside the accumulators.
     """
     SIXTEENTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
-    keep_loads_above(anchor)
-    g = _quarter(gate.load(LAYOUT), QUARTER)
-    u = _quarter(up.load(LAYOUT), QUARTER)
+    stage = new_block(stage)
+    g = _quarter(pipe.a.index(2 * stage + WG).load(LAYOUT), QUARTER)
+    u = _quarter(pipe.chunks.index(4 * stage + WG).load(LAYOUT), QUARTER)
     # the same values for every column: rows belong to the same threads in both layouts
     weight = gl.convert_layout(weight, gl.SliceLayout(1, SIXTEENTH), assert_trivial=True)[:, None]
     valid = gl.convert_layout(valid, gl.SliceLayout(1, SIXTEENTH), assert_trivial=True)[:, None]
@@ -183,7 +183,8 @@ def _multiply_all(pipe, it, steps, staggered, begun, WG: gl.constexpr, STAGGER: 
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     if BEGUN:
-        rows, columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)), gl.arange(0, TILE_N, layout=gl.SliceLayout(0, ACC))
+        first = fresh(it * 0)                            # see `_hand_over`
+        rows, columns = first + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)), first + gl.arange(0, TILE_N, layout=gl.SliceLayout(0, ACC))
         acc = gl.load(begun + (rows * TILE_N)[:, None] + columns[None, :])
     else:
         acc = gl.zeros([CHUNK, TILE_N], gl.float32, ACC)
@@ -290,8 +291,9 @@ def _hand_over(q0, q1, q2, q3, pipe, out, it, turns, WG: gl.constexpr):
     """A 64 x 256 result, rounded, to the storer: left half in this consumer's own chunks, right half in the store step's stage."""
     stage = stage_of(it)
     mbarrier.wait(out.empty, (turns & 1) ^ 1)
-    out.chunks.index(0).store(q0.to(gl.bfloat16))
-    out.chunks.index(1).store(q1.to(gl.bfloat16))
+    left = fresh(it * 0)                                 # not a constant: places of chunks are made here, not kept from the role's start on
+    out.chunks.index(left).store(q0.to(gl.bfloat16))
+    out.chunks.index(left + 1).store(q1.to(gl.bfloat16))
     mbarrier.wait(pipe.load_ready.index(stage), phase_of(it))
     pipe.a.index(2 * stage + WG).store(q2.to(gl.bfloat16))
     pipe.chunks.index(4 * stage + WG).store(q3.to(gl.bfloat16))
@@ -310,8 +312,9 @@ def _weight_result(s, rows, pipe, out, quarters, task, bits, waves, it, turns, L
     kind, slot, tile, column, steps, expert = task
     if RECOMPUTE == Z_AGAIN and (bits & TASK_UNFINISHED) != 0:
         left = tile_of_carry(s, waves[0], kind, tile, column, 0, WG)
-        r = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-        c = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+        begin = fresh(it * 0)                            # see `_hand_over`
+        r = begin + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+        c = begin + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
         place = (r * TILE_N)[:, None] + c[None, :]
         gl.store(left + place, q0)
         gl.store(left + CHUNK + place, q1)
@@ -326,10 +329,10 @@ def _weight_result(s, rows, pipe, out, quarters, task, bits, waves, it, turns, L
 
 
 @gluon.jit
-def _add_bias_up(s, quarters, bias_up, has_bias_up, slot, column, expert, LAYOUT: gl.constexpr):
+def _add_bias_up(s, quarters, bias_up, features, slot, column, expert, LAYOUT: gl.constexpr):
     """The four quarters of a Z task, gate, gate, up, up, with the routed expert's bias, as forward adds it: in fp32, before the one rounding."""
     q0, q1, q2, q3 = quarters
-    if (has_bias_up != 0) & (slot < 0):
+    if ((fresh(features) & HAS_B_UP) != 0) & (slot < 0):
         I = fresh(s.I) * 16
         bias = bias_up + expert.to(gl.int64) * (2 * I)
         at = column * HALF_N
@@ -346,7 +349,7 @@ def consume(s, rows, flags, pipe, tasks, out, bias_up, waves, WG: gl.constexpr, 
     """All GEMM tasks of this CTA, rows 64*WG.. of each.
 
     Consumer 1 starts a task STAGGER k-steps behind consumer 0: each then has the tensor cores to itself while the other runs its epilogue.
-    bias_up = (b_gate_up, whether there is one), with RECOMPUTE. waves = (Carry,) with waves; rows are those of the whole plan then, too.
+    bias_up = (b_gate_up, the launch's features), with RECOMPUTE. waves = (Carry,) with waves; rows are those of the whole plan then, too.
     """
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     it = gl.program_id(0) * 0

@@ -50,6 +50,7 @@ COPY_PARTS = gl.constexpr(8)             # pieces of 16 rows in which movers fil
 # Bits of a launch's `features`
 GATED = gl.constexpr(3)
 INTO_MAIN_GRAD = gl.constexpr(8)
+HAS_B_UP = gl.constexpr(16)             # the routed experts' w_gate_up has a bias
 
 # Which code the DH epilogue has: one binary each. CLAMPED: SwiGLU with a limit, and gpt-oss's variant
 PLAIN_SWIGLU, CLAMPED, GEGLU, REGLU = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)

@@ -59,7 +59,7 @@ def backward_schedule_of_wave(widths, T, num_shared, group_tiles, wants, tile_to
 def rows_in_wave(expert_offsets, tokens_per_expert, expert, w, mask, NW: gl.constexpr):
     """(rows of an expert in this wave, the first one's place in its buffers, TASK_BEGUN and TASK_UNFINISHED bits); zeros without `mask`."""
     begin = first_tile(w, NW) * TILE_M
-    end = begin + w.capacity * TILE_M
+    end = begin + fresh(w.capacity) * TILE_M
     start = gl.load(expert_offsets + expert, mask=mask, other=0).to(gl.int32)
     tokens = gl.load(tokens_per_expert + expert, mask=mask, other=0)
     count = gl.maximum(gl.minimum(start + tokens, end) - gl.maximum(start, begin), 0)

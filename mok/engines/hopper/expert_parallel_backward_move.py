@@ -16,6 +16,7 @@ from .backward_move import (
     SLOT_PIECE,
     SUM_ROWS,
     Source,
+    Sums,
     _bias_sums,
     _bias_sums_of_wave,
     _copy_piece,
@@ -33,6 +34,7 @@ from .backward_pipe import (
     DX_DONE,
     WAIT_ALL_DH,
     WAIT_ALL_DX,
+    Rows,
     gated,
 )
 from .backward_tasks import (
@@ -49,6 +51,7 @@ from .backward_tasks import (
     dh_columns,
     own,
 )
+from .backward_waves import backward_schedule_of_wave
 from .compat import thread_barrier
 from .expert_parallel_move import home_of, push_rows, stage_rows
 from .peers import (
@@ -91,7 +94,7 @@ from .sync import (
     this_cta,
     wait_at_least,
 )
-from .wave_loop import count_waves, is_last, wave_index
+from .wave_loop import count_waves, first_tile, is_last, wave_index
 
 EXTRA_COUNTERS = 3                 # words of a set behind those of one rank: CTAs that have staged, CTAs that have sent, arrivals between waves
 
@@ -206,6 +209,26 @@ def _take_weight_gradients(s, flags, m, NW: gl.constexpr):
 
 
 @gluon.jit
+def _of_wave(launch, waves, NW: gl.constexpr, RECOMPUTE: gl.constexpr):
+    """A mover's own (schedule, Rows, Sums), with waves those of this one; launch: the same, of the whole launch.
+
+    Made anew for each thing that a mover does. A wave's are no kernel arguments: kept through the role, they lie on the stack (48 bytes, Triton 3.9).
+    """
+    s, rows, m = launch
+    if RECOMPUTE == Z_AGAIN:
+        w = waves[0].wave
+        widths, T, num_shared, group_tiles, wants = waves[2]
+        s = backward_schedule_of_wave(widths, fresh(T), fresh(num_shared), fresh(group_tiles), fresh(wants), rows.tile_to_expert, rows.expert_offsets,
+                                      fresh(m.num_experts), w, NW)
+        begin = first_tile(w, NW)
+        rows = Rows(rows.tile_to_expert + begin, rows.expert_offsets, rows.tokens_per_expert, rows.row_to_slot + begin * TILE_M, rows.topk_weights, rows.gates,
+                    rows.features, rows.partials, rows.main_up, rows.main_down, rows.activation, rows.limit)
+        m = Sums(m.dx, m.results, m.shared_results_row, m.slot_to_row, m.d_topk_weights, m.b_down, m.has_b_down, m.dz, m.db_up, m.db_down, m.gate_0, m.gate_1,
+                 m.d_gate_0, m.d_gate_1, m.gate_slopes, m.K, m.num_experts, m.row_to_rank + begin * TILE_M)
+    return own(s), rows, m
+
+
+@gluon.jit
 def _push_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
     """This rank's results to their homes; a CTA's share of them."""
     if (s.wants & WANT_TOPK) != 0:
@@ -236,8 +259,13 @@ def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constex
 @gluon.jit
 def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_AT_ONCE: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr,
                 RECOMPUTE: gl.constexpr, OMIT: gl.constexpr, DEBUG: gl.constexpr):
-    """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature. waves = (Carry,) with waves."""
-    s = own(s)
+    """What `mover` does on one rank. x: this rank's tokens, for the gates; number: of this pass's signature.
+
+    waves, with waves: (Carry, a descriptor, what `backward_schedule_of_wave` makes a wave's schedule of: widths, T, num_shared, group_tiles, wants); rows and
+    m are those of the whole plan then, and s is not used.
+    """
+    launch = (s, rows, m)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     if RECOMPUTE == Z_AGAIN and wave_index(waves[0].wave, NW) == 0:
         count_waves(flags.control, waves[0].wave)
     if gated(rows) != 0:
@@ -246,6 +274,7 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_
     if this_cta(s.T) == 0:
         _compare_passes(flags.control, number)
     thread_barrier()
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     pieces = s.num_tiles * COPY_PARTS
     if _pulls_dy(s):
         for piece in range(this_cta(s.T), pieces, grid_size(s.T)):
@@ -270,39 +299,48 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_
             fence_proxy(piece)               # rule 1, writer
             thread_barrier()
             add_release(counter, 1)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)
     thread_barrier()
     if RECOMPUTE == Z_AGAIN and is_last(waves[0].wave, NW) == 0:
-        _end_wave(s, rows, flags, m, dy_rows, waves[0], VECTORS, NW, DEBUG)
+        _end_wave(launch, flags, dy_rows, waves, VECTORS, NW, DEBUG)
     else:
-        _end_pass(s, rows, flags, m, x, dy_rows, waves, VECTORS, NW, RECOMPUTE, DEBUG)
+        _end_pass(launch, flags, x, dy_rows, waves, VECTORS, NW, RECOMPUTE, DEBUG)
 
 
 @gluon.jit
-def _end_wave(s, rows, flags, m, dy_rows, carry, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+def _end_wave(launch, flags, dy_rows, waves, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
     """The end of a wave that others follow: pushes, and the sums over rows that the next one goes on with. Nobody is told, nothing is summed at home."""
+    s, rows, m = _of_wave(launch, waves, NW, Z_AGAIN)
     _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
+    s, rows, m = _of_wave(launch, waves, NW, Z_AGAIN)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         add_release(flags.x_ready + m.num_experts + 1, 1)
         wait_at_least(flags.x_ready + m.num_experts + 1, grid_size(s.T), flags.control, WAIT_WAVE, s.num_tiles)     # all rows of dy have been pulled
         thread_barrier()
-        _bias_sums_of_wave(s, rows, m, Source(dy_rows, s.H), carry, NW)
+        _bias_sums_of_wave(s, rows, m, Source(dy_rows, s.H), waves[0], NW)
 
 
 @gluon.jit
-def _end_pass(s, rows, flags, m, x, dy_rows, waves, VECTORS: gl.constexpr, NW: gl.constexpr, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
+def _end_pass(launch, flags, x, dy_rows, waves, VECTORS: gl.constexpr, NW: gl.constexpr, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """The end of a pass: pushes, and once all ranks have sent theirs the sums."""
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     if gated(rows) != 0:
         _gate_slopes(s, rows, flags, m, NW)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     _send_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     if (s.wants & WANT_TOPK) != 0:
         _take_weight_gradients(s, flags, m, NW)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     finish_dx(s, rows, flags, m, VECTORS, NW, 1, DEBUG)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         # every row of dy has been pulled: this rank has sent, too
         if RECOMPUTE == Z_AGAIN:
             _bias_sums_of_wave(s, rows, m, Source(dy_rows, s.H), waves[0], NW)
         else:
             _bias_sums(s, rows, m, Source(dy_rows, s.H), NW, 1)
+    s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     if gated(rows) != 0:
         _gate_weight_sums(s, rows, m, x, NW)

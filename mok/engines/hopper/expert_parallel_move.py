@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .compat import thread_barrier
 from .gemm import COPY_PARTS, SET_LISTED, SET_STAGED, hidden_ready, results_ready, rows_ready
-from .move import COPY_ROWS, LATE, TICKET_TOKENS, behind, copy_piece, room_for, sum_round, take, tickets_of
+from .move import COPY_ROWS, LATE, TICKET_TOKENS, Tokens, behind, copy_piece, room_for, sum_round, take, tickets_of
 from .peers import OWN_X, PEER_PAGE, PEER_SLOTS, TOKEN_ARRIVED, X_READY, own_page, peers_of, rows_at, signal_all, wait_for_all, watch_peers, word_of
 from .sync import (
     CONTROL_ABORT,
@@ -29,6 +29,7 @@ from .sync import (
     report_timeout,
 )
 from .tasks import BLOCK_M, down_columns, up_columns_of
+from .wave_loop import first_tile
 
 
 @gluon.jit
@@ -117,7 +118,15 @@ def _push_piece(s, t, flags, piece, VECTORS: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, WAVES: gl.constexpr, OMIT: gl.constexpr,
+def tokens_of_wave(t, w, NW: gl.constexpr):
+    """t of a launch with waves, from this wave's first row on."""
+    first_row = first_tile(w, NW) * BLOCK_M
+    return Tokens(t.out, t.results, t.row_to_slot + first_row, t.slot_to_row, t.topk_weights, t.order, t.x, t.x_stride, t.gate_0, t.gate_1, t.gated,
+                  t.shared_results_row, t.K, t.row_to_rank + first_row, t.epoch)
+
+
+@gluon.jit
+def group_mover(s, flags, t, ring, w, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, WAVES: gl.constexpr, OMIT: gl.constexpr,
                 DEBUG: gl.constexpr):
     """Pulls while the ring has room, else pushes what is finished, else sums what is complete; blocks on none of them.
 
@@ -128,6 +137,8 @@ def group_mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, VECTORS: gl.const
     grid = gl.num_programs(0)
     wait_for_all(flags.control, X_READY, t.epoch, WAIT_PEER_ROWS)
     thread_barrier()
+    if WAVES:
+        t = tokens_of_wave(t, w, NW)      # made here: brought along, its two addresses lie on the stack while the role waits (Triton 3.9)
     piece = gl.program_id(0)
     push = piece
     ticket = piece * 0 - 1                # none taken yet

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .compat import thread_barrier
-from .expert_parallel_move import group_mover, stage_tokens
+from .expert_parallel_move import group_mover, stage_tokens, tokens_of_wave
 from .gemm import CHUNK, NUM_STAGES, QUEUE, SET_HEADER, SET_TASKS, Flags, OutPipe, Pipe, TaskQueue, consume, producer, storer
 from .move import Tokens, finish_combine, list_tokens, mover
 from .peers import tell_abort
@@ -118,10 +118,10 @@ def _consumer(s, flags, pipe, queue, out, t, biases, activation, limit, tile_to_
 
 
 @gluon.jit
-def _mover(s, flags, t, ring, COPY_VECTORS: gl.constexpr, SUM_VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, WAVES: gl.constexpr,
+def _mover(s, flags, t, ring, w, COPY_VECTORS: gl.constexpr, SUM_VECTORS: gl.constexpr, NW: gl.constexpr, EP: gl.constexpr, WAVES: gl.constexpr,
            OMIT: gl.constexpr, DEBUG: gl.constexpr):
     if EP:
-        group_mover(s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, NW, WAVES, OMIT, DEBUG)
+        group_mover(s, flags, t, ring, w, COPY_VECTORS, SUM_VECTORS, NW, WAVES, OMIT, DEBUG)
     else:
         mover(s, flags, t, ring, COPY_VECTORS, SUM_VECTORS, NW, OMIT, DEBUG)
 
@@ -185,7 +185,7 @@ def _run_roles(s, flags, t, part, memory, biases, activation, limit, load_descs,
         (_consumer, (s, flags, pipe, queue, out_1, t, biases, activation, limit, tile_to_expert, w, 1, SAVE_Z, STAGGER, SUM_VECTORS, EP, WAVES, OMIT, DEBUG)),
         (producer, (s_part, flags, pipe, queue, load_descs, tiles_part, t_part.row_to_slot, tickets, DEBUG)),
         (storer, (s_part, flags, queue, out_0, out_1, store_descs, t.shared_results_row, w, SAVE_Z, WAVES, DEBUG)),
-        (_mover, (s_part, flags, t_part, ring, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, WAVES, OMIT, DEBUG)),
+        (_mover, (s_part, flags, t, ring, w, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, WAVES, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
 
@@ -230,9 +230,7 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
                 next_wave(counters + SET_WAVES, counters, SET_HEADER + 5 * capacity, wave, state, 0, SET_TASKS)
                 _init_barriers(pipe, queue, out_0, out_1, True)
             set_wave(w, wave)
-            first_row = first_tile(w, 4) * BLOCK_M
-            here = Tokens(out, results, row_to_slot + first_row, slot_to_row, topk_weights, order, x, x_stride_8, gate_0, gate_1, gated,
-                          shared_results_row, K, row_to_rank + first_row, epoch + 1)
+            here = tokens_of_wave(t, w, 4)
             thread_barrier()                             # what these read came through memory that the roles' arguments are about to fill
             _run_roles(s, flags, t, (schedule_of_wave(s, w, 4), here, tile_to_expert + first_tile(w, 4)), memory, biases, activation, limit, load_descs,
                        store_descs, ring, tile_to_expert, tickets, w, SETTINGS)

@@ -147,6 +147,19 @@ def keep_loads_above(anchor):
 
 
 @gluon.jit
+def new_block(anchor):
+    """The anchor (an int32 that is never negative, the same in every lane), behind a warp barrier at which a basic block of the binary begins.
+
+    ptxas moves arithmetic as it likes inside a block, also past a warp barrier: given one block it works on all parts of it at once, and keeps what their
+    rounding would halve. The branch back is never taken; ptxas does not know. An address made from the result lies behind the barrier for every compiler;
+    Triton 3.9 takes loads from one address for one load, whatever stands between them.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; again: bar.warp.sync 0xffffffff; setp.lt.s32 never, $1, 0; @never bra.uni again; mov.u32 $0, $1; }",
+        "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fresh(value):
     """The same int32, hidden from the compiler's hoisting.
 

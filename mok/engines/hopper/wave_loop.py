@@ -20,7 +20,10 @@ from .sync import (
     WAIT_WAVE,
     add_release,
     fence_proxy,
+    fresh,
+    grid_size,
     load_acquire,
+    this_cta,
     wait_at_least,
 )
 from .tasks import Schedule
@@ -61,7 +64,7 @@ def wave_index(w, NW: gl.constexpr):
 @gluon.jit
 def waves_of(num_tiles, wave_tiles):
     """Waves that `num_tiles` used row tiles take: at least one. waves_of(5, 2) == 3"""
-    return gl.maximum(gl.cdiv(num_tiles, wave_tiles), 1)
+    return gl.maximum(gl.cdiv(num_tiles, fresh(wave_tiles)), 1)
 
 
 @gluon.jit
@@ -90,7 +93,7 @@ def schedule_of_wave(s, w, NW: gl.constexpr):
 @gluon.jit
 def count_waves(control, w):
     """By a role of one CTA, once a launch: WaveCounts of this rank, kept in the control block."""
-    if gl.program_id(0) == 0:
+    if this_cta(fresh(w.capacity)) == 0:
         waves = waves_of(gl.load(w.num_tiles, volatile=True), w.capacity)
         most = waves
         for r in range(peer_count(peers_of(control))):
@@ -115,7 +118,7 @@ def meet(arrivals, times, control):
     fence_proxy(times)
     thread_barrier()
     add_release(arrivals, 1)
-    wait_at_least(arrivals, times * gl.num_programs(0), control, WAIT_WAVE, times)
+    wait_at_least(arrivals, times * grid_size(times), control, WAIT_WAVE, times)
     thread_barrier()
     fence_proxy(times)
 
@@ -131,7 +134,7 @@ def next_wave(arrivals, counters, words, wave, control, KEPT_FROM: gl.constexpr,
     meet(arrivals, 2 * wave - 1, control)
     alive = load_acquire(control + CONTROL_ABORT) == 0
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    for i in range(gl.program_id(0) * 128, words, gl.num_programs(0) * 128):
+    for i in range(this_cta(wave) * 128, words, grid_size(wave) * 128):
         at = i + lanes
         gl.store(counters + at, lanes * 0, mask=(at < words) & ((at < KEPT_FROM) | (at >= KEPT_TO)) & alive)
     meet(arrivals, 2 * wave, control)
