@@ -17,6 +17,7 @@ from .choice import MPS_SHARE
 _PROGRAM = "nvidia-cuda-mps-control"
 _START_S, _QUIT_S, _END_S = 20.0, 10.0, 5.0
 _PR_SET_PDEATHSIG = 1
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _prctl = ctypes.CDLL(None).prctl         # looked up here: a forked child of a process with threads should do as little as it can
 
 
@@ -32,6 +33,7 @@ class PrivateMps:
     """
 
     def __init__(self) -> None:
+        self._renumbered: dict[str, str] = {}
         self._folder: tempfile.TemporaryDirectory | None = None
         self._daemon: subprocess.Popen | None = None
 
@@ -41,7 +43,7 @@ class PrivateMps:
         if self._folder is None:
             raise RuntimeError("MPS is not running: use it as a context manager")
         folder = self._folder.name
-        return {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        return {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log", **self._renumbered}
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
@@ -61,6 +63,7 @@ class PrivateMps:
         program = shutil.which(_PROGRAM)
         if program is None:
             raise RuntimeError(f"{_PROGRAM} is not installed: ranks that share a GPU need CUDA MPS")
+        self._renumbered = renumbered(os.environ.get(_VISIBLE))
         self._folder = tempfile.TemporaryDirectory(prefix="mok-mps-", ignore_cleanup_errors=True)
         for name in ("pipe", "log"):
             Path(self._folder.name, name).mkdir()
@@ -96,8 +99,9 @@ class PrivateMps:
         self._folder = None
 
     def _own_environment(self) -> dict[str, str]:
-        """The daemon's: its folders, and no share of the GPU, which a user may have set for clients."""
-        return {name: value for name, value in {**os.environ, **self.environment}.items() if name != MPS_SHARE}
+        """The daemon's: its folders, the devices that this process sees, and no share of the GPU, which a user may have set for clients."""
+        folders = {name: value for name, value in self.environment.items() if name not in self._renumbered}
+        return {name: value for name, value in {**os.environ, **folders}.items() if name != MPS_SHARE}
 
     def _await_start(self, program: str) -> None:
         deadline = time.monotonic() + _START_S
@@ -117,6 +121,14 @@ class PrivateMps:
             return subprocess.run([_PROGRAM], input=f"{text}\n".encode(), env=self._own_environment(), capture_output=True, timeout=timeout_s).returncode == 0
         except subprocess.TimeoutExpired:
             return False
+
+
+def renumbered(visible: str | None) -> dict[str, str]:
+    """What clients of a daemon that sees these devices (CUDA_VISIBLE_DEVICES, None = not set) have to set to see the same: it numbers them from 0.
+
+    renumbered("3,1") == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    """
+    return {_VISIBLE: ",".join(str(number) for number in range(visible.count(",") + 1))} if visible else {}
 
 
 def _end_with_parent() -> None:

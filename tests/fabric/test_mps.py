@@ -26,6 +26,7 @@ def test_clients_get_private_folders_and_no_share(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/the/users/own")
     monkeypatch.delenv("CUDA_MPS_LOG_DIRECTORY", raising=False)
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")          # the stand-in ends with an error if the daemon gets it
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with PrivateMps() as mps:
         assert set(mps.environment) == {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
         folders = {mps.environment["CUDA_MPS_PIPE_DIRECTORY"], mps.environment["CUDA_MPS_LOG_DIRECTORY"]}
@@ -36,6 +37,19 @@ def test_clients_get_private_folders_and_no_share(stand_in, monkeypatch):
     assert not any(Path(folder).exists() for folder in folders)
     with pytest.raises(RuntimeError, match="not running"):
         _ = mps.environment
+
+
+@pytest.mark.parametrize("visible, seen", [("1", "0"), ("3,1", "0,1"), ("GPU-d79aa688,GPU-918c38dd,GPU-0", "0,1,2"), ("", "")])
+def test_clients_see_the_devices_that_the_daemon_sees(stand_in, monkeypatch, visible, seen):
+    """A daemon numbers its devices from 0, so a client that set its parent's list would find none, or others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with PrivateMps() as mps:
+        daemon = next(int(pid) for pid in stand_in.read_text().split())
+        assert f"CUDA_VISIBLE_DEVICES={visible}".encode() in Path(f"/proc/{daemon}/environ").read_bytes().split(bytes(1))
+        with mps.inherited():
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert not runs(daemon)
 
 
 @pytest.mark.parametrize("behaviour", ["", "deaf", "leaves its server"])

@@ -22,7 +22,7 @@ from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
 from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
+from . import backward_launch, cache_keys, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
 from .compat import current_stream, on_device
 from .expert_parallel_plan import _exchange_ids_kernel, ids_words
 from .expert_parallel_plan_launch import EXCHANGE_LAUNCH, GroupIds, ReadyGroupPlan, strides_fit
@@ -32,6 +32,7 @@ from .limits import unsupported_reason
 from .peers import TABLE_WORDS
 from .state import WAITS, group_state
 
+cache_keys.settle()
 _SIGNATURE_BITS = 31
 _OF_PEER = (31, 32, 33, 37)    # waits whose tile is a rank
 _SIGNATURE, _ABORTED = 35, 36  # equal sync.WAIT_SIGNATURE, sync.WAIT_ABORTED
