@@ -96,6 +96,8 @@ def check_group(group: ExpertGroup | None) -> None:
     """Raise ValueError unless it is a `mok.ExpertGroup` or None."""
     if group is not None:
         check_type("group", group, ExpertGroup, "a mok.ExpertGroup or None")
+        if group.closed:
+            raise ValueError("group is closed: build another mok.ExpertGroup")
 
 
 def _check_routes(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, H: int) -> None:

@@ -202,9 +202,15 @@ def _plan(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, 
 
 
 def _routing_plan(topk_ids: Tensor, num_local_experts: int, dtype: torch.dtype, H: int, I: int, group_key: int, signature: str) -> RoutingPlan:
-    runtime.raise_pending_errors()
     if group_key:
-        return build_group_plan(runtime.groups[group_key], topk_ids, num_local_experts, _signature(signature))
+        group = runtime.groups[group_key]
+        try:
+            runtime.raise_pending_errors()
+        except Exception as error:                         # an earlier call's: the peers are about to wait for this one
+            group.report(str(error), {"pass": "forward"})
+            raise
+        return build_group_plan(group, topk_ids, num_local_experts, _signature(signature))
+    runtime.raise_pending_errors()
     if topk_ids.is_cpu and topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(topk_ids))
         if low < -1 or high >= num_local_experts:

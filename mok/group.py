@@ -34,7 +34,10 @@ class ExpertGroup:
     Experts are split in contiguous blocks, the first E mod W ranks own one more. All ranks call the same passes in the same order, one thread of each at
     a time; a call that differs in anything that must agree raises ValueError on every rank, a backward that follows another forward than its peers' do
     too. (Inside the launches that is not noticed: there the backwards of one layer's forwards must keep the same order.) A peer that ends or stalls
-    raises `mok.PeerLost` or `mok.FabricTimeout`, naming it, and the group is dead then; a new one works.
+    raises `mok.PeerLost` or `mok.FabricTimeout`, naming it, and the group is dead then; a new one works. `close` gives its memory back.
+
+    Ranks that share a GPU belong to one group, which counts them: launches of two groups that together want more multiprocessors than there are may wait for
+    each other. Where several groups' passes can run at once on one device, all ranks launch them in the same order.
 
     capacity_factor: a rank's buffers hold this many times its balanced load of routes (`mok.waves.wave_capacity`), and rows beyond go through
     them again in further waves; None = room for the worst case. Nothing is dropped and no bit changes; `wave_counts` says how often it
@@ -66,6 +69,7 @@ class ExpertGroup:
         self.key, name = runtime.new_group_key(tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
+        self.closed = False
         self._calls = 0
         self._forwards: dict[int, tuple[int, StorageWeakRef]] = {}        # address of a plan's offsets -> the call that made the plan, and its memory
         bound: dict[str, Any] = {} if capacity_factor is None else {"capacity_factor": capacity_factor}
@@ -91,6 +95,17 @@ class ExpertGroup:
         if num_experts < self.size:
             raise ValueError(f"{num_experts=} must be at least the group's {self.size} ranks")
         return experts_of_rank(num_experts, self.size, self.rank)
+
+    def close(self) -> None:
+        """Give back the memory that launches communicate through: some GB for a large layer. Waits for this device; a second call does nothing.
+
+        Collective: all ranks close, and no pass, backward neither, follows on any. On a dead group each rank closes alone; it keeps its own part, which a
+        peer may still have mapped, until its process ends.
+        """
+        if not self.closed:
+            self.closed = True
+            if self.fused is not None:
+                self.fused.close()
 
     def handshake(self, signature: dict, *, error: str | None = None, **facts) -> list[dict]:
         """Every rank's facts, once all ranks have made the same call with the same signature.

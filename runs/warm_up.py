@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from mok.engines.hopper import cache_keys, expert_parallel_plan_launch, launch, plan_kernel
+from mok.engines.hopper import expert_parallel_plan_launch, launch, plan_kernel
 from mok.engines.hopper.backward import BackwardConfig, _backward_kernel
 from mok.engines.hopper.backward_launch import VARIANTS, _arguments, _buffers, _empty_grads
 from mok.engines.hopper.expert_parallel_backward import load_group_backward
@@ -53,7 +53,6 @@ def compile_exchange(debug: bool) -> None:
 
 def compile_one(name: str) -> None:
     """Compile and load one variant as its launch would."""
-    cache_keys.settle()
     words = name.split("_")
     if words[0] == "plans":
         return compile_plans(int(words[1]))

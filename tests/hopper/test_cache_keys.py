@@ -29,7 +29,8 @@ def keys(entry: str, kernels) -> set[str]:
 def test_keys_do_not_depend_on_what_a_process_asks_for_first():
     first = keys("engine", KERNELS)
     assert len(first) == len(KERNELS)
-    assert keys("expert_parallel", KERNELS[::-1]) == first
+    for entry in ("expert_parallel", "launch", "compile_check", "expert_parallel_plan_launch"):
+        assert keys(entry, KERNELS[::-1]) == first, entry
 
 
 def test_every_file_with_device_code_is_listed():

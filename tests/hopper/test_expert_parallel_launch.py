@@ -1,7 +1,9 @@
 """Host side of the launches on several ranks, without a GPU: the kernel's arguments, the table of peers, what is agreed and what errors say."""
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +237,85 @@ def test_shared_experts_that_no_launch_takes_keep_the_plan_but_not_the_launch(mo
     monkeypatch.setattr(expert_parallel_group.GroupPasses, "_over_process_group", lambda self: _Elsewhere)
     odd = SharedExpert(torch.zeros(2 * 7, 64, dtype=BF16), torch.zeros(64, 7, dtype=BF16))
     assert expert_parallel_group.GroupPasses(Group()).forward(None, moe_tensors(shared=(odd,)), PassOptions())[0] == "elsewhere"
+
+
+def bare_group(monkeypatch, **fields):
+    """A FusedGroup without a GPU, and what it tells its peers."""
+    told: list[int] = []
+    group = FusedGroup.__new__(FusedGroup)
+    settings = {"rank": 0, "world_size": 2, "num_experts": 4, "max_tokens": 8, "hidden_size": 64, "top_k": 2, "device": torch.device("cpu"), "debug": False,
+                "_wave_tiles": None, "_dead": None, "_signatures": {}, "_reasons": {16: None}, "_record": torch.zeros(8, dtype=torch.int32),
+                "_backward_variants": set(), "_ready_plans": {}, "_ids": SimpleNamespace(everybody=None), "timeout_s": 1.0,
+                "launch": launch.GroupLaunch(torch.zeros(100, dtype=torch.int32), 4096, 20, False, 0.25)}
+    for name, value in {**settings, **fields}.items():
+        setattr(group, name, value)
+    group._abort = SimpleNamespace(tell=told.append)
+    for name, stand_in in (("device", lambda device: nullcontext()), ("Event", lambda: SimpleNamespace(record=lambda stream: None)),
+                           ("current_stream", lambda device: "stream"), ("is_current_stream_capturing", lambda: False)):
+        monkeypatch.setattr(expert_parallel.torch.cuda, name, stand_in)
+    monkeypatch.setattr(expert_parallel, "current_stream", lambda index: 7)
+    monkeypatch.setattr(expert_parallel, "on_device", lambda tensor: nullcontext())
+    group._ordered = expert_parallel._Ordered(group.device, group.give_up)
+    return group, told
+
+
+def test_what_raises_on_one_rank_before_it_launches_ends_the_others_launches(monkeypatch):
+    """A variant that cannot be loaded; a plan, a forward or a backward that cannot be launched."""
+    waves = launch.GroupLaunch(torch.zeros(100, dtype=torch.int32), 4096, 20, False, 0.25, wave_tiles=3)
+    group, told = bare_group(monkeypatch, launch=waves, _wave_tiles=(3, 3))
+    fields = signature(activation="swiglu", swiglu_limit="None", recompute="z", **{"wanted gradients": "[True]"})
+    with pytest.raises(NotImplementedError, match="recompute='z'"):
+        expert_parallel_group.fused_plan(SimpleNamespace(fused=group), torch.zeros(3, 2, dtype=torch.int64), 2, fields)
+    assert told == [ABORT_HOST]
+
+    def fails(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(expert_parallel.expert_parallel_plan_launch, "exchange_ids", fails)
+    monkeypatch.setattr(launch, "forward", fails)
+    monkeypatch.setattr(expert_parallel.expert_parallel_backward, "group_backward", fails)
+    passes = {"plan": lambda group: group.build_plan(torch.zeros(3, 2, dtype=torch.int64), 2, "pass"),
+              "forward": lambda group: group.forward("plan", moe_tensors(), PassOptions()),
+              "backward": lambda group: group.backward("plan", moe_tensors(), PassOptions(), None, None, None, None)}
+    for name, run in passes.items():
+        group, told = bare_group(monkeypatch, _backward_variants={(0, None, False)})
+        with pytest.raises(OSError, match="no space"):
+            run(group)
+        assert told == [ABORT_HOST], name
+        with pytest.raises(FabricError, match="rank 0 gave up: OSError: no space left"):
+            group.raise_if_dead()
+
+
+def test_an_earlier_call_s_error_is_told_to_the_peers_of_this_one(monkeypatch):
+    """A bad id shows in the next call, whose peers wait in its exchange."""
+    import mok.function
+    from mok.runtime import runtime
+
+    reported = []
+    monkeypatch.setitem(runtime.groups, 12345, SimpleNamespace(report=lambda *what: reported.append(what)))
+    monkeypatch.setattr(runtime, "error_words", [lambda: ValueError("topk_ids held 99")])
+    with pytest.raises(ValueError, match="99"):
+        mok.function._routing_plan(torch.zeros(3, 2, dtype=torch.int64), 2, BF16, 64, 16, 12345, "|".join(["0"] * 11))
+    assert len(reported) == 1 and "99" in reported[0][0]
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_closed_group_gives_its_buffers_back_once(monkeypatch, dead):
+    closed = []
+    group, _ = bare_group(monkeypatch, memory=SimpleNamespace(close=lambda abandon: closed.append(abandon)), _dead=FabricError("gone", ()) if dead else None)
+    group.close()
+    assert closed == [dead], "only a dead group is left without the others"
+    with pytest.raises(FabricError, match="dead: gone" if dead else "it was closed"):
+        group.raise_if_dead()
+
+
+def test_ids_that_no_ready_launch_takes_do_not_keep_others_from_one(monkeypatch):
+    group, _ = bare_group(monkeypatch)
+    calls = []
+    monkeypatch.setattr(expert_parallel.expert_parallel_plan_launch, "exchange_ids", lambda *_: None)
+    monkeypatch.setattr(expert_parallel.plan_kernel, "build_plan", lambda *_: None)
+    monkeypatch.setattr(FusedGroup, "_cut", lambda *_: "plan")
+    monkeypatch.setattr(expert_parallel.ReadyGroupPlan, "of", lambda *_: SimpleNamespace(build=lambda *what: calls.append(what) or "ready"))
+    far = torch.zeros(4, dtype=torch.int64).as_strided((1, 2), (2**40, 1))
+    assert [group.build_plan(ids, 2, "pass") for ids in (far, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(5, 2, dtype=torch.int64), far)] == \
+        ["plan", "plan", "ready", "plan"]

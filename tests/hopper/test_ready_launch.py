@@ -157,6 +157,30 @@ def test_passes_go_through_ready_launches_from_the_third_on(machine, monkeypatch
         run(reserve_sms=132)
 
 
+def test_groups_that_differ_in_their_part_of_a_card_keep_launches_of_their_own(machine, monkeypatch):
+    """All else equal, addresses too, as of two groups with one problem and an allocator that hands out the block that fits."""
+    case = make_case(200, 272, 176, 5, 3, torch.bfloat16)
+    plan = TorchGpuEngine().build_plan(case.topk_ids, 5)
+    plan = replace(plan, slot_to_rank=torch.zeros_like(plan.slot_to_row))
+    config = launch.ForwardConfig(False, several_ranks=True)
+    monkeypatch.setattr(launch, "on_device", lambda tensor: compat._NOTHING)
+    monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50)
+    monkeypatch.setattr(runtime, "scratch", {("hopper binary", None, config, False): binary(launch.source(config))})
+    memory = torch.zeros(1 << 22, dtype=torch.bfloat16)
+    monkeypatch.setattr(launch, "new_empty", lambda like, shape, dtype: memory[:torch.Size(shape).numel()].view(shape))
+    state = torch.zeros(16 + 2 * (16 + 5 * 4096), dtype=torch.int32)
+    groups = [launch.GroupLaunch(state, 4096, blocks, False, card) for blocks, card in ((66, 0.5), (33, 0.25), (33, 0.5))]
+    names = [name for name in launch._forward_kernel.arg_names if name not in config.constexprs()]
+    launched = []
+    for _ in range(3):
+        for group in groups:
+            launch.forward(plan, case.tensors, replace(case.options, save_for_backward=False), config, group=group)
+            call = described(machine.launches[-1])
+            launched.append((call[0], [value for value in call if value in (24, 12)]))
+    assert [grid for grid, _ in launched] == [66, 33, 33] * 3
+    assert launched[:3] == launched[3:6] == launched[6:] and launched[0][1] != launched[1][1], (launched, names)      # rings of 3 groups of 8 and of 4 tiles
+
+
 def cut_source(experts, waves):
     """The cut kernel as Triton's compiler takes it."""
     from triton.compiler import ASTSource

@@ -15,7 +15,8 @@ FILES = ("sync", "tasks", "peers", "wave_loop", "gemm", "move", "expert_parallel
 
 
 def settle() -> None:
-    """Make every key that is not known yet; the modules that compile call it when they are imported."""
+    """Make every key that is not known yet. The modules through which passes are compiled call it when they are imported (one rank's plan alone needs no
+    other kernel, and always begins with the same one)."""
     for name in FILES:
         module = import_module(f".{name}", __package__)
         for function in list(vars(module).values()):

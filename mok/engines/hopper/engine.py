@@ -6,10 +6,8 @@ from torch import Tensor
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import Engine, Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, cache_keys, launch, plan_kernel
+from . import backward_launch, launch, plan_kernel
 from .limits import unsupported_shared_reason
-
-cache_keys.settle()
 
 
 class HopperEngine:

@@ -1,13 +1,14 @@
 """Expert parallelism inside the launches, host side: a group's peer-reachable buffers, its plan and its passes; never waits for the GPU.
 
 Everything that ranks share is made once, when the group is built, from max_tokens, hidden_size and top_k; the variants that its passes use are compiled
-and loaded then too (DESIGN 7, rule 7: loading a module may wait for kernels that wait for a peer). docs/expert-parallel-kernel.md has the protocol.
+and loaded then too (rule 7: loading a module may wait for kernels that wait for a peer). docs/expert-parallel-kernel.md has the protocol.
 """
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import runtime
 from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
-from . import backward_launch, cache_keys, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
+from . import backward_launch, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
 from .compat import current_stream, on_device
 from .expert_parallel_plan import _exchange_ids_kernel, ids_words
 from .expert_parallel_plan_launch import EXCHANGE_LAUNCH, GroupIds, ReadyGroupPlan, strides_fit
@@ -32,7 +33,6 @@ from .limits import unsupported_reason
 from .peers import TABLE_WORDS
 from .state import WAITS, group_state
 
-cache_keys.settle()
 _SIGNATURE_BITS = 31
 _OF_PEER = (31, 32, 33, 37)    # waits whose tile is a rank
 _SIGNATURE, _ABORTED = 35, 36  # equal sync.WAIT_SIGNATURE, sync.WAIT_ABORTED
@@ -44,6 +44,8 @@ class Buffers(Protocol):
     local: dict[str, Tensor]
     peers: dict[str, list[Tensor]]
     table: dict[str, Tensor]
+
+    def close(self, *, abandon: bool = False) -> None: ...
 
 
 def buffer_sizes(max_tokens: int, hidden_size: int, top_k: int) -> dict[str, int]:
@@ -97,13 +99,13 @@ class FusedGroup:
                                   own_tiles)
         everybody = torch.full((world_size * max_tokens, top_k), -1, dtype=torch.int32, device=self.device)
         self._ids = GroupIds(num_experts, rank, world_size, max_tokens, everybody, state, self._wave_tiles)
-        self._ready_plans: dict[tuple[torch.dtype, bool], ReadyGroupPlan | None] = {}
+        self._ready_plans: dict[tuple[torch.dtype, bool], ReadyGroupPlan] = {}
         self._abort = AbortWords(memory, "flags")             # type: ignore[arg-type]
         self._dead: FabricError | None = None
         self._signatures: dict[int, str] = {}
         self._reasons: dict[int, str | None] = {}
         self._backward_variants: set[tuple[int, str | None, bool]] = set()
-        self._ordered = _Ordered(self.device)
+        self._ordered = _Ordered(self.device, self.give_up)
         with torch.cuda.device(self.device):
             self._load_variants()
         here = weakref.ref(self)
@@ -169,9 +171,13 @@ class FusedGroup:
         """
         variant = (backward_launch.VARIANTS[backward_launch._variant(options)], options.recompute, self.debug)
         if variant not in self._backward_variants:
-            plan, tensors = self._smallest_pass()
-            with torch.cuda.device(self.device):
-                expert_parallel_backward.load_group_backward(plan, tensors, options, self.launch, self.debug)
+            try:
+                plan, tensors = self._smallest_pass()
+                with torch.cuda.device(self.device):
+                    expert_parallel_backward.load_group_backward(plan, tensors, options, self.launch, self.debug)
+            except BaseException as error:
+                self.give_up(str(error))
+                raise
             self._backward_variants.add(variant)
 
     def give_up(self, why: str) -> None:
@@ -179,6 +185,12 @@ class FusedGroup:
         if self._dead is None:
             self._dead = FabricError(f"rank {self.rank} gave up: {why}", (self.rank,))
             self._abort.tell(ABORT_HOST)
+
+    def close(self) -> None:
+        """Give the buffers back, once this device's launches have ended; collective, but for a dead group, whose ranks keep their own (a peer may still have
+        it mapped) and unmap the others'."""
+        self.memory.close(abandon=self._dead is not None or self.new_error() is not None)
+        self._dead = self._dead or FabricError("it was closed", ())
 
     def raise_if_dead(self) -> None:
         """Raise what a launch reported, or again what killed this group."""
@@ -250,9 +262,10 @@ class FusedGroup:
         """Exchange, plan and cut by Triton's own way to a launch, which leaves a ready one for the next ids of this dtype."""
         expert_parallel_plan_launch.exchange_ids(topk_ids, self.num_experts, self.max_tokens, signature, self._ids.everybody, self.launch.state, self.debug)
         plan = self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), topk_ids)
-        kind = topk_ids.dtype, self.debug
-        if kind not in self._ready_plans:
-            self._ready_plans[kind] = ReadyGroupPlan.of(self._ids, topk_ids, self.debug)
+        if strides_fit(topk_ids):
+            ready = ReadyGroupPlan.of(self._ids, topk_ids, self.debug)
+            if ready is not None:
+                self._ready_plans[topk_ids.dtype, self.debug] = ready
         return plan
 
     def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:
@@ -266,10 +279,14 @@ def _forward_config(save_z: bool, waves: bool, debug: bool) -> ForwardConfig:
 
 
 class _Ordered:
-    """Calls of one group on several streams one after the other (DESIGN 7, rule 10): they share buffers and counters. Captures order themselves."""
+    """Calls of one group on several streams one after the other (rule 10): they share buffers and counters. What raises before it has launched tells the
+    peers, through give_up, that this rank will not come.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Calls that are captured in a graph are ordered by the capture's own streams, and its replays by the caller.
+    """
+
+    def __init__(self, device: torch.device, give_up: Callable[[str], None]) -> None:
+        self._device, self._give_up = device, give_up
         self._event = torch.cuda.Event()
         self._stream: torch.cuda.Stream | None = None            # of the last call, and its handle
         self._handle = -1
@@ -283,7 +300,9 @@ class _Ordered:
         if current_stream(self._device.index) != self._handle and not torch.cuda.is_current_stream_capturing():
             self.wait()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._give_up(f"{type(error).__name__}: {error}")
         if not torch.cuda.is_current_stream_capturing():
             handle = current_stream(self._device.index)
             if handle != self._handle or self._stream is None:

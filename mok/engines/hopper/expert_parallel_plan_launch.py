@@ -16,9 +16,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ...config import BLOCK_M
 from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import EXPERT_RADIX, runtime
-from . import plan_kernel
+from . import cache_keys, plan_kernel
 from .compat import COMPILE_OPTIONS, ReadyLaunch, current_stream, new_empties, new_empty, ready_launch
 from .expert_parallel_plan import _IDS, _cut_plan_kernel, _exchange_ids_kernel
+
+cache_keys.settle()
 
 BLOCK_CUT = 1024
 EXCHANGE_PROGRAMS = 16                  # they wait for one another, so they all have to be resident: few and small

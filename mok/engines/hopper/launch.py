@@ -18,10 +18,12 @@ from ...config import Overlap
 from ...plan import RoutingPlan
 from ...runtime import runtime
 from ..protocol import MoETensors, PassOptions, Saved
-from . import ready_arguments
+from . import cache_keys, ready_arguments
 from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
 from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kernel
 from .state import launch_state
+
+cache_keys.settle()
 
 TILE = 128                                    # rows of a row tile; equals tasks.BLOCK_M
 L2_BYTES = 24 << 20                           # of an H200's L2 that a working set has (runs/traffic_model.py: half of it)
@@ -163,7 +165,7 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
         return out, Saved(z, shared_z)
     if T == 0:
         tensors, widths = replace(tensors, shared=()), ()             # TMA cannot describe an array without rows
-    settings = (config, grain, options.overlap, None if group is None else (group.cooperative, group.wave_tiles))
+    settings = (config, grain, options.overlap, None if group is None else (group.cooperative, group.wave_tiles, group.blocks, group.card))
     if grain is None:
         rows_per_expert = T * tensors.topk_weights.shape[1] / tensors.w_down.shape[0]
         grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card, rows_per_expert)
