@@ -258,6 +258,17 @@ def test_group(alone):
         refused("num_experts", alone.local_experts, value)
 
 
+def test_a_closed_group_is_refused(alone):
+    given = arguments()
+    for name in ("b_gate_up", "b_down", "shared", "main_grad"):
+        del given[name]
+    mok.moe(**given, group=alone)
+    for _ in range(2):
+        alone.close()
+    refused("group", mok.moe, **given, group=alone)
+    refused("group", mok.MoE, mok.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2), group=alone)
+
+
 def test_group_needs_torch_distributed():
     refused("process_group", mok.ExpertGroup)
 

@@ -7,7 +7,7 @@ tasks for the tile pool and writes into buffers that the caller owns, so that ro
     backward_tasks       x, dy rows, row weights, z rows -> dx rows, d_weight, and dz, w*h rows for
     weight_grad_tasks    dz, x, dy, w*h rows -> weight and bias gradients (after backward_tasks have run)
 
-Every rounding is that of DESIGN 2. A weight gradient's output tile has one owner and adds up its expert's rows in order, BLOCK_M at a time
+Every rounding is that of docs/numerics.md. A weight gradient's output tile has one owner and adds up its expert's rows in order, BLOCK_M at a time
 from the segment's first row: where the segment lies, how many threads there are and where waves cut it changes no bit.
 """
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The layer's semantics on several ranks, step by step on the host: what the fabrics inside a kernel must reproduce bit for bit. Rows keep the
 canonical order (expert, source rank, token, k), a row's bits do not depend on where it lies, and each token's results are summed at home in
-the order of its routes; so any number of ranks gives the same bits (P3). Legend as in DESIGN: T, K, H, I, R rows of the plan, W ranks.
+the order of its routes; so any number of ranks gives the same bits (P3). Legend: T tokens, K routes a token, widths H and I, R rows of the plan, W ranks.
 """
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class World:
         return round_bf16((row[None, :] @ self.matrix[expert])[0])
 
     def expected(self, n: int, r: int) -> np.ndarray:
-        """y (T, H): fma over the routes in order from +0, then the shared expert, one rounding (DESIGN 2)."""
+        """y (T, H): fma over the routes in order from +0, then the shared expert, one rounding."""
         out = np.zeros_like(self.x[n, r])
         for t, row in enumerate(self.x[n, r]):
             acc = np.zeros(H, np.float32)

@@ -1,4 +1,4 @@
-"""The backward pass of the layer in one launch on sm_90 (DESIGN 2 and 7).
+"""The backward pass of the layer in one launch on sm_90 (docs/kernels-backward.md; rules in docs/kernels.md).
 
     dh = dy[token] @ w_down[e];  dz = round(w * dh * act'(z));  dx[token] = sum_k round(dz @ w_gate_up[e]) + shared experts' rows
     dw_gate_up[e] = dz.T @ x;  dw_down[e] = dy.T @ round(w * h);  d_topk_weights = <dh, h> + <dy, b_down[e]>;  db = sums over an expert's rows

@@ -1,4 +1,4 @@
-"""The forward pass of the layer in one launch on sm_90: dispatch, gate/up GEMM, activation, down GEMM, combine (DESIGN 2 and 7).
+"""The forward pass of the layer in one launch on sm_90: dispatch, gate/up GEMM, activation, down GEMM, combine (docs/kernels.md).
 
     z = x[token] @ w_gate_up[e].T + b;  h = act(round(z));  y_k = round(h @ w_down[e].T + b);  out = sum_k w_k y_k + sum_s gate_s y_s
 

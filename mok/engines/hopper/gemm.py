@@ -336,7 +336,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def activate(g, u, activation, limit):
-    """h = act(g, u) in fp32 (DESIGN 2). `limit` is infinite where there is no clamp; comparisons keep NaN, which a min or max would drop."""
+    """h = act(g, u) in fp32 (docs/numerics.md). `limit` is infinite where there is no clamp; comparisons keep NaN, which a min or max would drop."""
     if activation == ACT_SWIGLU_PLAIN:
         h = g * u * _reciprocal(1.0 + gl.exp2(g * -LOG2_E))
     elif activation == ACT_GEGLU:
