@@ -1,4 +1,4 @@
-"""The Hopper forward pass against cuBLAS: correctness first, then time, on the shapes of docs/benchmarks (each timed block between two measurements of the roof).
+"""The Hopper forward pass against cuBLAS: correctness first, then time, on the shapes of docs/benchmarks, each block between two measurements of the roof.
 
     PYTHONPATH=. python3 runs/hopper_forward.py --out OUT.json                        the published table
     PYTHONPATH=. python3 runs/hopper_forward.py --sweep "stagger=0" "group=8" ...    variants of one setting, no-grad, one line each

@@ -1,4 +1,4 @@
-"""Mover side of the backward kernel on several ranks: rows of dy and x and routing weights are pulled from their homes, gradients sent home (docs/expert-parallel-kernel.md).
+"""Movers of the backward kernel on several ranks: rows of dy and x and routing weights are pulled, gradients sent home (docs/expert-parallel-kernel.md).
 
 Before the roles start, all four warps of every CTA copy their share of this rank's dy, x and routing weights to where peers read them; the last CTA
 to finish publishes `grads_ready`, with the number of the pass, which every rank compares with its own. Movers then pull all rows, which needs no room that
