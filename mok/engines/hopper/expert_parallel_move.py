@@ -1,4 +1,4 @@
-"""Movers of the forward kernel on several ranks: rows of x are pulled from their home ranks, results pushed home and summed there (docs/expert-parallel-kernel.md).
+"""Movers of the forward kernel on several ranks: rows of x are pulled from their homes, results pushed home and summed (docs/expert-parallel-kernel.md).
 
 First consumer 1 of every CTA copies its share of this rank's tokens into the buffer that peers read and zeroes its share of the counters of
 arrived results; the last to finish publishes `x_ready`. Movers then, in this order of preference: pull 16 rows into the ring, push 16 finished
