@@ -75,7 +75,7 @@ def check_device(name: str, value: Any) -> torch.device | None:
     """The device; ValueError unless it is None or what torch takes for one. Whether it is there, it does not say."""
     try:
         return None if value is None else torch.device(value)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"{name}={kind_of(value)} must be None or a device that torch knows, such as 'cpu' or 'cuda:0'") from None
 
 

@@ -152,3 +152,18 @@ def check_main_grad(main_grad: tuple[Tensor, Tensor] | None, w_gate_up: Tensor, 
             raise ValueError(f"{name}.device={accumulator.device} must be its weight's device, {weight.device}")
         if accumulator.requires_grad:
             raise ValueError(f"{name}.requires_grad=True must be False: backward adds into it in place")
+    if not torch.compiler.is_compiling():                  # a traced tensor has no address
+        up, down = main_grad
+        for name, accumulator, others in (("main_grad[0]", up, {"main_grad[1]": down, "w_gate_up": w_gate_up, "w_down": w_down}),
+                                          ("main_grad[1]", down, {"w_gate_up": w_gate_up, "w_down": w_down})):
+            for other_name, other in others.items():
+                if _overlap(accumulator, other):
+                    raise ValueError(f"{name} must have memory of its own and shares some with {other_name}")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    if not b.is_contiguous() or not {type(a), type(b)} <= {Tensor, torch.nn.Parameter} or a.device.type == "meta":
+        return False
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()

@@ -19,7 +19,7 @@ def clip_grad_norm_(dense: Iterable[nn.Parameter], experts: Iterable[nn.Paramete
     """Scale all gradients in place by min(1, max_norm / (norm + 1e-6)) and return the 2-norm of all of them together, 0-d float64, before it.
 
     dense: parameters whose gradients are the same on all ranks of `group`, plain or DTensor (FSDP2, on any mesh). experts: this rank's
-    experts, (E_local, ...) each. The norm is that of one process holding everything: squares are summed in float64 by parameter, experts'
+    experts, (E_local, ...) each, plain or DTensor. The norm is that of one process holding everything: squares are summed in float64 by parameter, experts'
     one expert at a time and then in global order, so that it does not depend on how many ranks share the experts. On a GPU a dense fp32
     gradient, and PIECE elements of an expert's, are summed in fp32 first: each is read once instead of three times, in few launches.
     Parameters without a gradient count 0.
@@ -48,6 +48,7 @@ def clip_grad_norm_(dense: Iterable[nn.Parameter], experts: Iterable[nn.Paramete
         total += square.full_tensor() if isinstance(square, DTensor) else square
     for parameter in expert_parameters:
         grad = _grad_or_zeros(parameter)
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad                    # one at a time; the same sums as of plain ones
         by_expert = piecewise_squares(grad) if _on_gpu(grad) else torch.stack([_squares(expert) for expert in grad])
         if group is not None and group.size > 1:
             by_expert = _in_global_order(by_expert, group)

@@ -73,7 +73,7 @@ class ExpertGroup:
         self._calls = 0
         self._forwards: dict[int, tuple[int, StorageWeakRef]] = {}        # address of a plan's offsets -> the call that made the plan, and its memory
         bound: dict[str, Any] = {} if capacity_factor is None else {"capacity_factor": capacity_factor}
-        self.fused = make_fused_group(self.fabric, {**given, **bound}, device, timeout_s) if given else None        # communicates inside the launches
+        self.fused = make_fused_group(self.fabric, {**given, **bound}, device, timeout_s)        # communicates inside the launches
         runtime.groups[self.key] = self
 
     @property

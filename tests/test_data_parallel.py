@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mok
@@ -138,3 +140,26 @@ def test_case_E14_one_gradient_norm_over_both_meshes(pool):
     for name, grad in gradients(alone).items():
         torch.testing.assert_close(clipped[name], grad, rtol=5e-5, atol=1e-7, msg=name)
     assert sum(grad.double().square().sum() for grad in clipped.values()).sqrt().item() == pytest.approx(0.05, rel=1e-4)
+
+
+def _norm_of_sharded_experts(_):
+    """Two ranks of data parallelism, each of which owns all experts, sharded over the two: DTensors."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+    group = mok.ExpertGroup.from_mesh(mesh["ep"], timeout_s=30)
+    model = Model(group)
+    fully_shard(model, mesh=mesh["dp"])
+    (model(data(2, dist.get_rank())).sum() / 24).backward()                # FSDP averages over two ranks
+    experts = [parameter for name, parameter in model.named_parameters() if name in EXPERTS]
+    dense = [parameter for name, parameter in model.named_parameters() if name not in EXPERTS]
+    norm = mok.clip_grad_norm_(dense, experts, 0.05, group=group)
+    return norm.item(), all(isinstance(parameter, DTensor) for parameter in experts), gradients(model)
+
+
+def test_case_E14_experts_that_are_dtensors_count_whole(pool):
+    alone = Model()
+    (alone(data(1, 0)).sum() / 48).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.05).item()
+    for norm, sharded, grads in pool.run(_norm_of_sharded_experts, 2):
+        assert sharded and norm == pytest.approx(expected, rel=1e-5)
+        for name, grad in gradients(alone).items():
+            torch.testing.assert_close(grads[name], grad, rtol=5e-5, atol=1e-7, msg=name)

@@ -226,6 +226,18 @@ def test_layer_methods():
         refused("process_group", mok.MoE(mok.MoEConfig(**SIZES, balance="bias")).update_bias, value)
 
 
+def test_accumulators_that_share_memory():
+    """With each other, or with a weight: backward would write what another thread reads."""
+    given = arguments()
+    up, down = given["main_grad"]
+    flat = torch.zeros(up.numel() + down.numel())
+    apart = flat[:up.numel()].view(up.shape), flat[up.numel():].view(down.shape)
+    mok.moe(**given | {"main_grad": apart})
+    refused("main_grad[0]", mok.moe, **given | {"main_grad": (apart[0], flat[up.numel() - 1:-1].view(down.shape))})
+    refused("main_grad[0]", mok.moe, **given | {"main_grad": (given["w_gate_up"], down)})
+    refused("main_grad[1]", mok.moe, **given | {"main_grad": (up, given["w_down"].detach())})
+
+
 # ---- ExpertGroup ----
 
 @pytest.fixture

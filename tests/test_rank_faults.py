@@ -237,3 +237,32 @@ def _interrupted_while_waiting():
 
 def test_an_interrupt_while_a_rank_waits_is_no_lost_peer():
     assert run_mortal_ranks(_interrupted_while_waiting, 2) == [(0, "KeyboardInterrupt", None), (0, "answered", None)]
+
+
+def _construct(absent, sizes_on):
+    """What building a group (or, where that went well, nothing) raises: with sizes on some ranks alone, or where a rank does not come."""
+    if dist.get_rank() == absent:
+        time.sleep(1.0)
+        return "did not come"
+    sizes = dict(num_experts=4, max_tokens=32, hidden_size=H, top_k=K) if dist.get_rank() in sizes_on else {}
+    started = time.monotonic()
+    try:
+        mok.ExpertGroup(timeout_s=2.0, **sizes)
+    except (ValueError, mok.FabricError) as error:
+        return type(error).__name__, str(error), getattr(error, "peers", None), time.monotonic() - started
+    return "built"
+
+
+def test_case_F11_sizes_on_some_ranks_alone_raise_on_all():
+    for _, outcome, error in run_mortal_ranks(_construct, 2, None, (0,)):
+        kind, text, _, _ = outcome
+        assert error is None and kind == "ValueError" and "num_experts" in text and "rank 1: {}" in text, (outcome, error)
+    assert [outcome for _, outcome, _ in run_mortal_ranks(_construct, 2, None, ())] == ["built"] * 2
+
+
+def test_a_rank_that_does_not_build_the_group_is_named():
+    """It ended, or raised on an argument that only it had wrong; gloo alone would say "wait timeout"."""
+    outcomes = [outcome for _, outcome, _ in run_mortal_ranks(_construct, 3, 1, ())]
+    assert outcomes[1] == "did not come"
+    for kind, text, peers, seconds in (outcomes[0], outcomes[2]):
+        assert kind == "FabricTimeout" and peers == (1,) and "ranks [1] did not come to the construction of ExpertGroup" in text and seconds < 6

@@ -60,10 +60,21 @@ class ProcessGroupFabric:
         # Not dist.new_group: that needs every rank of the world, or (with local synchronisation) names the group by how many groups this
         # process has seen, which differs between ranks that belong to different groups.
         self._store = dist.PrefixStore(f"mok/{name}", dist.distributed_c10d._get_default_store())
-        self._control: Any = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self.timeout)
+        self._control = self._connect(name)
         self._dead: FabricError | None = None
         self._peers: list[dict] = [{} for _ in range(self.world_size)]
         self._peers = self.exchange_messages({"host": socket.gethostname(), "pid": os.getpid()}, "construction")
+
+    def _connect(self, name: str) -> Any:
+        """The gloo group, once all ranks have come; FabricTimeout naming those that have not: gloo itself would name nobody."""
+        from .rendezvous import Rendezvous
+
+        store = dist.PrefixStore("construction", self._store)
+        Rendezvous(store, self.rank, self.world_size, self.timeout.total_seconds(), what=f"the construction of ExpertGroup {name}").barrier()
+        try:
+            return dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self.timeout)
+        except RuntimeError as error:
+            raise FabricTimeout(f"a rank ended while ExpertGroup {name} connected global ranks {self.global_ranks}: {error}", ()) from error
 
     def peer_name(self, rank: int) -> str:
         """How errors call a rank: its rank in this group, its global rank, its host and process."""

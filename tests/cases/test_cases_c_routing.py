@@ -170,6 +170,19 @@ def test_case_C5_gradient_in_the_weights_dtype(device, dtype, weight_dtype):
     assert_same_bits(got, expected)
     assert got["topk_weights"].dtype == weight_dtype and got["y"].dtype == dtype
     assert_same_bits({"w": got["topk_weights"]}, {"w": plain["topk_weights"].to(weight_dtype)})       # dw does not depend on w
+    if weight_dtype == torch.float32:                                                                  # and was not rounded to fewer bits before
+        dw = got["topk_weights"]
+        assert (dw.bfloat16().float() != dw)[p["topk_ids"] >= 0].float().mean() > 0.9
+
+
+def test_case_C5_weights_are_not_rounded_in_backward(device, dtype):
+    """w = 1/3 in bf16 is 0.2 % more; so much more would all gradients be along those for w = 1, however noisy each element is."""
+    p = problem(torch.randint(0, 4, (300, 1), generator=torch.Generator().manual_seed(5)), 4, 64, 32, device, dtype)
+    weights = torch.ones(300, 1, dtype=torch.float32, device=device)
+    whole, third = (p.changed(topk_weights=weights * w).run() for w in (1.0, 1 / 3))
+    for name in ("x", "w_gate_up", "w_down"):
+        along, found = whole[name].double().flatten(), third[name].double().flatten()
+        assert abs(torch.dot(along, found) / torch.dot(along, along) * 3 - 1) < 2**-11, name
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])

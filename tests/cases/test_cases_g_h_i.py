@@ -176,13 +176,16 @@ def test_case_H3():
     torch.set_num_threads(1)                     # with several, which thread has met which task yet, and holds scratch for it, is left to chance
     try:
         (layers[0](x).sum() + layers[0].aux_loss).backward()
-        one = runtime.tiles.num_bytes()
+        one, rows = runtime.tiles.num_bytes(), runtime.rows.num_bytes()
         for layer in layers:
             x = layer(x)
         x.sum().backward()
     finally:
         torch.set_num_threads(threads)
     assert 0 < one <= runtime.tiles.num_bytes() < 1.25 * one      # routes differ, so tiles do, a little; 48 times as much would be the fault
+    assert 0 < rows <= runtime.rows.num_bytes() < 2 * rows
+    for layer in layers:                                          # nor does a layer hold one
+        assert not [name for name, value in vars(layer).items() if isinstance(value, torch.Tensor) and value.numel() > 64]
 
 
 # ---- I ----

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 def make_fused_group(fabric: Any, sizes: dict[str, Any], device: torch.device | str | None, timeout_s: float) -> FusedGroup | None:
     """The FusedGroup of a process-group fabric's ranks, or None where a rank cannot run one, which is said once; the same on all ranks.
 
-    sizes: num_experts, max_tokens, hidden_size, top_k, and capacity_factor where the group has one. Collective.
-    Raises ValueError on all ranks where sizes differ between ranks.
+    sizes: num_experts, max_tokens, hidden_size, top_k, all four or none, and capacity_factor where the group has one. Collective.
+    Raises ValueError on all ranks where sizes differ between ranks, or are there on some ranks alone.
     """
-    reason = _cannot_fuse(device, sizes, fabric.world_size)
+    given = "num_experts" in sizes
+    reason = _cannot_fuse(device, sizes, fabric.world_size) if given else "no sizes"
     own: dict[str, Any] = {"reason": reason, "sizes": sizes, "device": None, "share": MPS_SHARE in os.environ}
     if reason is None:
         own["device"] = f"{os.uname().nodename} {torch.cuda.get_device_properties(_cuda_device(device)).uuid}"
@@ -37,6 +38,8 @@ def make_fused_group(fabric: Any, sizes: dict[str, Any], device: torch.device | 
     if any(fact["sizes"] != sizes for fact in facts):
         said = "; ".join(f"rank {rank}: {fact['sizes']}" for rank, fact in enumerate(facts))
         raise ValueError(f"num_experts, max_tokens, hidden_size, top_k and capacity_factor must be the same on all ranks of the ExpertGroup; {said}")
+    if not given:
+        return None
     if sizes["num_experts"] < fabric.world_size:
         raise ValueError(f"num_experts={sizes['num_experts']} must be at least the group's {fabric.world_size} ranks")
     if reasons := [f"rank {rank}: {fact['reason']}" for rank, fact in enumerate(facts) if fact["reason"] is not None]:
