@@ -46,6 +46,8 @@ class ExpertGroup:
     Raises ValueError naming a wrong argument.
     """
 
+    closed = False                 # whether `close` was called
+
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S,
                  capacity_factor: float | None = None, num_experts: int | None = None, max_tokens: int | None = None,
                  hidden_size: int | None = None, top_k: int | None = None, device: torch.device | str | None = None) -> None:
@@ -69,7 +71,6 @@ class ExpertGroup:
         self.key, name = runtime.new_group_key(tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self.fabric = ProcessGroupFabric(process_group, timeout_s, name)
         self.rank, self.size = self.fabric.rank, self.fabric.world_size
-        self.closed = False
         self._calls = 0
         self._forwards: dict[int, tuple[int, StorageWeakRef]] = {}        # address of a plan's offsets -> the call that made the plan, and its memory
         bound: dict[str, Any] = {} if capacity_factor is None else {"capacity_factor": capacity_factor}

@@ -373,11 +373,8 @@ def test_a_wrong_capacity_factor_is_named(wrong):
 
 
 def _disagree(process_group):
-    group = mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=1.0 + dist_rank(process_group))
-    case = global_case(8, 16, 4, 4, 2, torch.float32, biases=False, shared=False)
-    first, count = experts_of_rank(4, group.size, group.rank)
     try:
-        run_case(case, group, slice(0, 8), slice(first, first + count))
+        mok.ExpertGroup(process_group, timeout_s=60, capacity_factor=1.0 + dist_rank(process_group))
     except ValueError as error:
         return str(error)
     return "nothing raised"
