@@ -2,14 +2,17 @@
 
     PYTHONPATH=. python3 runs/expert_parallel.py --ranks 4 --commit HASH --out OUT.json
     PYTHONPATH=. python3 runs/expert_parallel.py --ranks 4 --backward --commit HASH --out OUT.json
+    PYTHONPATH=. python3 runs/expert_parallel.py --ranks 4 --minibatch-rows 256 1024 2048     other granularities too, in turns with the default
 
 Every rank is a process, a client of a private MPS daemon with its share of the multiprocessors. Rank r has a quarter (T / W) of the tokens of the Kimi K2 rank
 shape and its block of the experts. Its y (with --backward its gradients too) must equal, bit for bit, that part of what one rank's engine computes for
 all tokens.
 
-Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted), `host_us` the host's time for a call of the
-engine; `layer_host_us` the slowest rank's for `mok.moe` in training and for its backward, autograd included, with every synchronisation an error (limits: 150,
-250); "torch: backward" is an empty function's.
+Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted). "no communication": the same processes at
+once, each with one rank's engine on its share of the multiprocessors, its tokens' routes all to its own experts, so as many rows to a rank where routes
+are balanced: what sharing a device costs by itself. `host_us` is the host's time for a call of the engine; `layer_host_us` the slowest rank's for `mok.moe`
+in training and for its backward, autograd included, with every synchronisation an error (limits: 150, 250); "torch: backward" is an empty function's.
+A core whose other hardware thread is busy runs Python at half speed, for seconds; "undisturbed" leaves out calls beside which it did.
 """
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,47 +70,115 @@ def timed(call: Any, count: int, blocks: int, together: Any) -> tuple[list[float
     return times, statistics.median(host)
 
 
-def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor, together: Any) -> dict[str, float]:
-    """Median host time of one rank's `mok.moe` and of its backward; all ranks call. A synchronisation raises."""
+def alone_beside_others(tensors: Any, ids: torch.Tensor, options: Any, dy: torch.Tensor | None, blocks: int) -> Any:
+    """One rank's pass with every route to an expert of its own, on `blocks` multiprocessors, as a call without arguments.
+
+    dy: backward's; None = plan and forward.
+    """
+    from mok.engines.hopper import backward_launch, launch, plan_kernel
+    from mok.engines.protocol import Wants
+
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    launch.LAUNCH["launch_cooperative_grid"] = False                       # other processes hold the other multiprocessors
+    E, H, I = tensors.w_down.shape
+    own = (ids % E).contiguous()
+    grain = launch.granularity(None, H, I, blocks / total, own.numel() / E)
+
+    def forward() -> Any:
+        plan = plan_kernel.build_plan(own, E)
+        return plan, *launch.forward(plan, tensors, options, grain=grain, reserve_sms=total - blocks)
+
+    if dy is None:
+        return forward
+    plan, _, saved = forward()
+    group_tiles = max(4, round(backward_launch.default_group(H, I) * blocks / total))
+    return lambda: backward_launch.hopper_backward(plan, tensors, options, saved, dy, Wants(True, True, True, True), None, group_tiles=group_tiles,
+                                                   reserve_sms=total - blocks)
+
+
+def loop_ns() -> int:
+    """How long this core takes for 200 turns of an empty loop now: 1.6 us, or twice that while its other hardware thread is busy too."""
+    start = time.perf_counter_ns()
+    for _ in range(200):
+        pass
+    return time.perf_counter_ns() - start
+
+
+class Probe(torch.autograd.Function):
+    """Nothing, but that its backward, on the thread that ran the layer's, appends `loop_ns` to `loops`."""
+
+    loops: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        Probe.loops.append(loop_ns())
+        return dx
+
+
+class Nothing(torch.autograd.Function):
+    """What PyTorch's part of a layer's backward costs: gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx, dy, grads, *inputs):
+        ctx.save_for_backward(*inputs)
+        ctx.grads = grads
+        return dy.view_as(dy)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, None, *(ctx.grads if ctx.saved_tensors else ())
+
+
+def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor, together: Any) -> dict[str, Any]:
+    """Host time of one rank's `mok.moe` and of its backward; all ranks call. A synchronisation raises.
+
+    `all`: the median of all calls. `undisturbed`: of the `part` of the calls beside which this thread's core ran a loop at most 15 % slower than at
+    its fastest.
+    """
     import mok
 
     leaves = [t.detach().clone().requires_grad_() for t in (tensors.x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down)]
     grads = tuple(leaf.detach() for leaf in leaves)
 
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.save_for_backward(*inputs)
-            return dy.view_as(dy)
+    def forward() -> torch.Tensor:
+        return mok.moe(Probe.apply(leaves[0]), ids, *leaves[1:], group=group)
 
-        @staticmethod
-        def backward(ctx, dy):
-            return grads if ctx.saved_tensors else None
-
-    y, nothing = mok.moe(leaves[0], ids, *leaves[1:], group=group), Nothing.apply(*leaves)
+    y, nothing = forward(), Nothing.apply(dy, grads, Probe.apply(leaves[0]), *leaves[1:])
     calls = {"forward": lambda: mok.moe(leaves[0], ids, *leaves[1:], group=group),
              "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
              "torch: backward": lambda: torch.autograd.grad(nothing, leaves, dy, retain_graph=True)}
     found = {}
     for name, call in calls.items():
         times: list[int] = []
-        for block in range(6):
+        loops: list[int] = []
+        for block in range(13):
             torch.cuda.synchronize()
             together()
             torch.cuda.set_sync_debug_mode("error")
             for _ in range(10):
+                Probe.loops.clear()
                 start = time.perf_counter_ns()
                 call()
+                end = time.perf_counter_ns()
                 if block:                                    # the first one makes launches ready
-                    times.append(time.perf_counter_ns() - start)
+                    times.append(end - start)
+                    loops.append(Probe.loops[0] if Probe.loops else loop_ns())
             torch.cuda.set_sync_debug_mode("default")
-        found[name] = round(statistics.median(times) / 1e3, 1)
+        good = [ns for ns, loop in zip(times, loops) if loop <= 1.15 * min(loops)]
+        found[name] = {"all": round(statistics.median(times) / 1e3, 1), "undisturbed": round(statistics.median(good) / 1e3, 1),
+                       "part": round(len(good) / len(times), 2), "loop": [round(q / 1e3, 2) for q in (min(loops), statistics.median(loops), max(loops))]}
     return found
 
 
-def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, backward: bool, count: int, blocks: int, results: Any) -> None:
+def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, backward: bool, minibatch_rows: list[int],
+              count: int, blocks: int, results: Any) -> None:
     """One rank: build the group, compare with one rank's engine, time."""
     import mok
+    from mok.config import Overlap
     from mok.engines.hopper.engine import HopperEngine
     from mok.engines.protocol import MoETensors, PassOptions
     from mok.plan import experts_of_rank
@@ -129,11 +201,22 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     y, saved = group.forward(plan, tensors, options)
     ours = [y, *(gradients(group, plan, tensors, options, saved, dy[mine]) if backward else ())]
 
-    def call() -> Any:
-        if backward:
-            return gradients(group, plan, tensors, options, saved, dy[mine])
-        return group.forward(group.build_plan(own_ids, owned, "benchmark"), tensors, options)[0]
+    def called(rows: int | None) -> Any:
+        chosen = options if rows is None else replace(options, overlap=Overlap(minibatch_rows=rows))
 
+        def call() -> Any:
+            if backward:
+                return gradients(group, plan, tensors, chosen, saved, dy[mine])
+            return group.forward(group.build_plan(own_ids, owned, "benchmark"), tensors, chosen)[:1]
+
+        return call
+
+    calls = {str(rows): called(rows) for rows in (None, *minibatch_rows)}
+    if not backward:
+        calls["planned"] = lambda: group.forward(plan, tensors, options)[:1]
+    for name, call in calls.items():
+        if name != "None" and not all(map(torch.equal, call(), ours[1:] if backward else ours)):
+            raise RuntimeError(f"minibatch_rows={name} changed bits")
     torch.cuda.synchronize()
     mok.check()
     dist.barrier()
@@ -150,8 +233,16 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     del whole, whole_saved, wanted
     torch.cuda.empty_cache()
     dist.barrier()
-    timed(call, count, 1, dist.barrier)                                    # warm
-    times, host = timed(call, count, blocks, dist.barrier)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    host = 0.0
+    for block in range(blocks + 1):
+        for name, call in calls.items():
+            ms, us = timed(call, count, 1, dist.barrier)
+            times[name] += ms if block else []                             # the first one warms up
+            host = us if name == "None" else host
+    silent = alone_beside_others(tensors, own_ids, options, dy[mine] if backward else None, group.launch.blocks)
+    timed(silent, count, 1, dist.barrier)
+    times["silent"], _ = timed(silent, count, blocks, dist.barrier)
     layer = layer_host_us(ranks, own_ids, tensors, dy[mine], dist.barrier)
     mok.check()
     results.put({"rank": rank, "layer_host_us": layer, "differing": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
@@ -189,6 +280,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="kimi-k2-ep64-rank")
     parser.add_argument("--save", action="store_true", help="keep what backward needs")
     parser.add_argument("--backward", action="store_true", help="compare and time backward")
+    parser.add_argument("--minibatch-rows", type=int, nargs="*", default=[], help="other values of Overlap.minibatch_rows to time in turns with the default")
     parser.add_argument("--calls", type=int, default=20, help="of a block")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--commit", default="")
@@ -203,7 +295,8 @@ def main() -> int:
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder, PrivateMps() as mps, mps.inherited():
         how = (args.save, args.backward)
-        processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, *how, args.calls, args.blocks, results)) for r in range(W)]
+        processes = [context.Process(target=rank_body, args=(r, W, f"{folder}/store", shape, *how, args.minibatch_rows, args.calls, args.blocks, results))
+                     for r in range(W)]
         for process in processes:
             process.start()
         outcomes = sorted((results.get(timeout=180) for _ in range(W)), key=lambda outcome: outcome["rank"])
@@ -213,24 +306,35 @@ def main() -> int:
     alone_process.start()
     alone = results.get(timeout=120)
     alone_process.join(30)
-    group_ms = [max(blocks) for blocks in zip(*(outcome["ms"] for outcome in outcomes), strict=True)]      # a step is over when the last rank is
+
+    def slowest(name: str) -> list[float]:
+        return [max(blocks) for blocks in zip(*(outcome["ms"][name] for outcome in outcomes), strict=True)]      # a step is over when the last rank is
     flops = (12 if args.backward else 6) * T * K * H * I / 1e9
     common = {"shape": args.shape, "thiek": list(shape), "pass": "backward" if args.backward else "forward" if args.save else "forward-no-grad",
               "precision": "bf16"}
     entries = []
-    for impl, times, host in ((f"mok, {W} ranks", group_ms, max(o["host_us"] for o in outcomes)), ("mok, 1 rank", alone["ms"], alone["host_us"])):
+    timings = [(f"mok, {W} ranks", slowest("None"), max(o["host_us"] for o in outcomes)), ("mok, 1 rank", alone["ms"], alone["host_us"]),
+               (f"mok, {W} ranks, no communication", slowest("silent"), None)]
+    timings += [] if args.backward else [(f"mok, {W} ranks, plan made before", slowest("planned"), None)]
+    timings += [(f"mok, {W} ranks, minibatch_rows={rows}", slowest(str(rows)), None) for rows in args.minibatch_rows]
+    for impl, times, host in timings:
         ms = statistics.median(times)
-        entries.append({**common, "impl": impl, "ms": ms, "tflops": flops / ms, "spread": (max(times) - min(times)) / ms / 2, "host_us": host})
-        print(f"{impl:16s} {ms:8.3f} ms {flops / ms:7.1f} TFLOP/s  host {host:.0f} us", flush=True)
-    layer = {name: max(o["layer_host_us"][name] for o in outcomes) for name in outcomes[0]["layer_host_us"]}
-    print(f"mok.moe on {W} ranks: host {layer}", flush=True)
+        entries.append({**common, "impl": impl, "ms": ms, "tflops": flops / ms, "spread": (max(times) - min(times)) / ms / 2,
+                        **({} if host is None else {"host_us": host})})
+        print(f"{impl:34s} {ms:8.3f} ms {flops / ms:7.1f} TFLOP/s{'' if host is None else f'  host {host:.0f} us'}", flush=True)
+    layer = {name: {kind: max(o["layer_host_us"][name][kind] for o in outcomes) for kind in ("undisturbed", "all")} for name in outcomes[0]["layer_host_us"]}
+    print(f"mok.moe on {W} ranks, slowest: host {layer}", flush=True)
+    for outcome in outcomes:
+        print(f"host of rank {outcome['rank']}: {outcome['layer_host_us']}", flush=True)
     differing = sum(sum(outcome["differing"]) for outcome in outcomes)
     commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(json.dumps(document := {
         "date": datetime.date.today().isoformat(), "commit": commit, "gpu": alone["gpu"], "torch": torch.__version__, "triton": triton.__version__,
         "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "differing_tokens": differing,
         "differing_of_ranks": [outcome["differing"] for outcome in outcomes], "ratio_to_one_rank": entries[0]["ms"] / entries[1]["ms"],
-        "layer_host_us": layer, "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes],
+        "ratio_of_no_communication": entries[2]["ms"] / entries[1]["ms"],
+        "layer_host_us": layer, "layer_host_us_of_ranks": [outcome["layer_host_us"] for outcome in outcomes],
+        "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes],
         "built_s": [round(outcome["built_s"], 1) for outcome in outcomes],
         "results": entries}))
     if args.out:

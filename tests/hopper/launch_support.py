@@ -1,11 +1,15 @@
 """What tests of launches need where no GPU is: Triton's launcher with the driver's part stood in for, and memory that comes again."""
 from __future__ import annotations
 
+import ctypes
+import itertools
 from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.nvidia import driver as nvidia
+
+from mok.engines.hopper import driver
 
 
 class Memory:
@@ -34,9 +38,139 @@ class Compiled:
         return self.result(*arguments)
 
 
+class Driver:
+    """libcuda in little, by its own structures: capture of one kernel, its parameters, launches and graphs. What would run is appended to `launches`, as
+    Triton's launcher would have called it. A whole number is a parameter of 8 bytes, anything else one of 16 that stands for it."""
+
+    def __init__(self, launches):
+        self.launches, self.capturing, self.nodes, self.sizes, self.objects = launches, False, {}, {}, []
+        self.graphs, self.chains, self.missing, self.failing, self.handles = {}, {}, set(), {}, itertools.count(1)
+
+    def __getattribute__(self, name):
+        if name.startswith("cu"):
+            if name in self.missing:
+                raise AttributeError(name)
+            if name in self.failing:
+                return lambda *_: self.failing[name]
+        return object.__getattribute__(self, name)
+
+    def launched(self, call):
+        """Triton's launcher was called."""
+        if not self.capturing:
+            return
+        assert self.launches.pop() is call
+        flat = [*call[:-1], *call[-1]] if isinstance(call[-1], (list, tuple)) else [*call]
+        assert flat[3] == self.capturing
+        handle = next(self.handles)
+        contents = [self.bytes_of(value) for value in flat[5:]]
+        self.nodes[handle] = SimpleNamespace(function=flat[4], contents=contents, memory=[ctypes.create_string_buffer(c, len(c)) for c in contents])
+        self.nodes[handle].addresses = (ctypes.c_void_p * len(contents))(*map(ctypes.addressof, self.nodes[handle].memory))
+        self.sizes[flat[4]] = list(map(len, contents))
+        self.captured = handle
+
+    def bytes_of(self, value):
+        if type(value) is int:
+            return (value % 2**64).to_bytes(8, "little")
+        self.objects.append(value)
+        return (len(self.objects) - 1).to_bytes(16, "little")
+
+    def values_at(self, function, addresses):
+        contents = [ctypes.string_at(address, size) for address, size in zip(addresses, self.sizes[function], strict=True)]
+        return [int.from_bytes(c, "little", signed=True) if len(c) == 8 else self.objects[int.from_bytes(c, "little")] for c in contents]
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"stand-in"
+        return 0
+
+    def cuStreamCreate(self, stream, flags):
+        stream._obj.value = 4242
+        return 0
+
+    def cuStreamBeginCapture_v2(self, stream, mode):
+        self.capturing = stream.value
+        return 0
+
+    def cuStreamEndCapture(self, stream, graph):
+        self.capturing, graph._obj.value = False, next(self.handles)
+        return 0
+
+    def cuGraphGetNodes(self, graph, node, count):
+        assert count._obj.value == 1
+        node._obj.value = self.captured
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node, found):
+        kept, found = self.nodes[node.value], found._obj
+        found.function, found.block, found.shared, found.parameters = kept.function, 128, 1000, ctypes.addressof(kept.addresses)
+        return 0
+
+    def cuGraphKernelNodeGetAttribute(self, node, which, found):
+        assert which == 2
+        found._obj[0] = self.cooperative
+        return 0
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        sizes = self.sizes[function.value]
+        if index.value == len(sizes):
+            return 1
+        size._obj.value = sizes[index.value]
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, addresses, extra):
+        config = config._obj
+        attributes = [driver._Attribute.from_address(config.attributes + i * ctypes.sizeof(driver._Attribute)) for i in range(config.count)]
+        assert [(a.id, a.value[0]) for a in attributes] == [(2, 1)] * self.cooperative
+        assert (config.grid_y, config.grid_z, config.block, config.shared) == (1, 1, 128, 1000)
+        self.launches.append((config.grid, 1, 1, config.stream, function.value, *self.values_at(function.value, addresses)))
+        return 0
+
+    def cuGraphCreate(self, graph, flags):
+        graph._obj.value = next(self.handles)
+        self.graphs[graph._obj.value] = []
+        return 0
+
+    def read_node(self, what):
+        what = what._obj
+        addresses = (ctypes.c_void_p * len(self.sizes[what.function])).from_address(what.parameters)
+        return what.grid, what.function, self.values_at(what.function, addresses)
+
+    def cuGraphAddKernelNode_v2(self, node, graph, before, count, what):
+        nodes = self.graphs[graph.value]
+        assert [handle for handle, _ in nodes][-1:] == ([] if before is None else [before[0]]) and count.value == (before is not None)
+        node._obj.value = next(self.handles)
+        nodes.append((node._obj.value, self.read_node(what)))
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, chain, graph, flags):
+        chain._obj.value = next(self.handles)
+        self.chains[chain._obj.value] = dict(self.graphs[graph.value])
+        return 0
+
+    def cuGraphUpload(self, chain, stream):
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, chain, node, what):
+        assert node.value in self.chains[chain.value]
+        self.chains[chain.value][node.value] = self.read_node(what)
+        return 0
+
+    def cuGraphLaunch(self, chain, stream):
+        self.launches.extend((grid, 1, 1, stream.value, function, *values) for grid, function, values in self.chains[chain.value].values())
+        return 0
+
+    def cuGraphDestroy(self, graph):
+        return 0
+
+    def cuGraphExecDestroy(self, chain):
+        return 0
+
+
 def machine_without_gpu(monkeypatch):
-    """Triton's NVIDIA launcher, as this release has it, without a GPU: .launches and .encoded are what reached the driver."""
-    launcher = Compiled(lambda *arguments: None)
+    """Triton's NVIDIA launcher, as this release has it, without a GPU: .launches and .encoded are what reached the driver, which is .driver."""
+    launcher = Compiled(lambda *arguments: cuda.launched(launcher.calls[-1]))
+    cuda = Driver(launcher.calls)
+    monkeypatch.setattr(driver, "library", lambda: cuda)
+    monkeypatch.setattr(driver, "_streams", {})
     encode = Compiled(lambda *arguments: ("encoded", *map(repr, arguments)))
     utils = SimpleNamespace(launch=launcher, fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode,
                             build_signature_metadata=lambda kinds: bytes(len(kinds)))
@@ -44,7 +178,10 @@ def machine_without_gpu(monkeypatch):
     monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **source: SimpleNamespace(launch=launcher), raising=False)   # 3.6: a launcher each
     monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
     monkeypatch.setattr(nvidia, "PyKernelArg", lambda **parts: parts, raising=False)                                          # 3.9: one for all
-    return SimpleNamespace(launches=launcher.calls, encoded=encode.calls)
+    return SimpleNamespace(launches=launcher.calls, encoded=encode.calls, driver=cuda)
+
+
+_functions = itertools.count(77)
 
 
 def binary(source, **metadata):
@@ -53,4 +190,4 @@ def binary(source, **metadata):
     encoding = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
     facts = {"tensordesc_meta": [encoding] * len(descriptors), "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
              "profile_scratch_align": 1, "launch_cooperative_grid": True, "launch_pdl": False, **metadata}
-    return SimpleNamespace(run=nvidia.CudaLauncher(source, SimpleNamespace(**facts)), function=77, packed_metadata=(4, 1, 1000))
+    return SimpleNamespace(run=nvidia.CudaLauncher(source, SimpleNamespace(**facts)), function=next(_functions), packed_metadata=(4, 1, 1000))

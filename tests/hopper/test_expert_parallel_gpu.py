@@ -73,6 +73,29 @@ def test_more_tiles_than_the_rings_hold():
         check(gpu_case(10000, 192, 144, 6, 4, topk_ids=ids), [0, 3000, 3000, 9000, 10000], groups, streams)
 
 
+def test_plans_are_queued_behind_a_busy_device_without_waiting():
+    """Plans of two batches in turn, all launched while the device is busy with something else: none waits, and each has its own batch's values."""
+    (group,), streams = ranks(1)
+    experts, generator = E, torch.Generator().manual_seed(8)
+    batches = [torch.randint(-1, E, (tokens, K), generator=generator).cuda() for tokens in (MAX_TOKENS, 37)]
+    with torch.cuda.stream(streams.of_rank[0]):
+        wanted = [[part.clone() for part in group.build_plan(ids, experts, "busy").tensors()] for ids in batches]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)
+        woken = torch.cuda.Event()
+        woken.record()
+        plans = [group.build_plan(batches[i % 2], experts, "busy") for i in range(60)]
+        assert not woken.query(), "the host waited for the device"
+    torch.cuda.synchronize()
+    group.raise_if_dead()
+    assert group._ready_plans[torch.int64, False]._chain is not None
+    for i, plan in enumerate(plans):
+        rows = int(plan.num_tiles) * 128
+        for ours, want in zip(plan.tensors(), wanted[i % 2], strict=True):
+            used = rows if ours.shape == plan.row_to_slot.shape else len(ours)
+            assert torch.equal(ours[:used], want[:used]), i
+
+
 def test_random_steps_with_roles_and_ranks_delayed():
     """200 steps: tokens, routes and the order in which ranks launch differ; roles sleep at random, one rank's stream is kept busy first."""
     groups, streams = ranks(4)

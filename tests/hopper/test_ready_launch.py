@@ -1,4 +1,4 @@
-"""Launches kept ready: the driver's launcher gets from them what Triton's own way gives it, with the launcher and the encoding of descriptors stood in for."""
+"""Launches kept ready: the driver gets from them what Triton's own way gives it, with the driver, the launcher and the encoding of descriptors stood in for."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,18 +11,21 @@ backward_launch = pytest.importorskip("mok.engines.hopper.backward_launch")
 plan_kernel = pytest.importorskip("mok.engines.hopper.plan_kernel")
 group_plan = pytest.importorskip("mok.engines.hopper.expert_parallel_plan_launch")
 
-from launch_support import Compiled, Memory, binary, machine_without_gpu  # noqa: E402
+from launch_support import Memory, binary, machine_without_gpu  # noqa: E402
 from oracle import make_case, want_all  # noqa: E402
 
-from mok.engines.hopper import compat, expert_parallel_plan  # noqa: E402
-from mok.engines.hopper.compat import current_stream, new_empty, ready_launch  # noqa: E402
+from mok.engines.hopper import compat, driver, expert_parallel_plan  # noqa: E402
+from mok.engines.hopper.compat import current_stream, new_empty  # noqa: E402
+from mok.engines.hopper.driver import DriverError, ReadyChain, capture, ready_launch  # noqa: E402
 from mok.engines.torch_gpu import TorchGpuEngine  # noqa: E402
 from mok.runtime import runtime  # noqa: E402
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    return machine_without_gpu(monkeypatch)
+    machine = machine_without_gpu(monkeypatch)
+    machine.driver.cooperative = True
+    return machine
 
 
 def arguments_of(source, first=1 << 20):
@@ -55,7 +58,7 @@ def test_the_launcher_gets_what_triton_gives_it(machine, name):
     kernel, names = binary(source), list(source.signature)
     varying = [names.index(each) for each in varying_names]
     arguments = arguments_of(source)
-    ready = ready_launch(kernel, arguments, varying)
+    ready = ready_launch(kernel, arguments, varying, 0)
     assert ready is not None and not machine.launches
     descriptors = sum(kind.startswith("tensordesc") for kind in source.signature.values())
     assert len(machine.encoded) == descriptors and (descriptors > 0) == (name != "plan")
@@ -77,34 +80,98 @@ def id_or_value(value):
     return value if isinstance(value, (int, float, str)) else id(value)
 
 
-def test_what_is_made_anew_for_each_launch_is_left_to_triton(machine):
+@pytest.mark.parametrize("metadata", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"launch_pdl": True}, {"num_ctas": 2}], ids=str)
+def test_what_parameters_alone_do_not_say_is_left_to_triton(machine, metadata):
     source = SOURCES["plan"][0]()
-    assert ready_launch(binary(source, global_scratch_size=64), arguments_of(source), (0,)) is None
-    assert ready_launch(binary(source, profile_scratch_size=64), arguments_of(source), (0,)) is None
+    assert ready_launch(binary(source), arguments_of(source), (0,), 0) is not None
+    assert ready_launch(binary(source, **metadata), arguments_of(source), (0,), 0) is None
 
 
-def test_an_unknown_launcher_is_left_to_triton(machine):
-    """Internals of a release to come: no `launch`, one that hides what it calls, one that calls with other arguments, or none."""
-    source = SOURCES["forward"][0]()
-    arguments = arguments_of(source)
+@pytest.mark.parametrize("name", ["cuFuncGetParamInfo", "cuGraphKernelNodeGetParams_v2", "cuGraphKernelNodeGetAttribute", "cuStreamBeginCapture_v2",
+                                  "cuStreamEndCapture", "cuGraphGetNodes"])
+def test_a_driver_that_cannot_tell_leaves_launches_to_triton(machine, name):
+    source = SOURCES["plan"][0]()
+    machine.driver.missing.add(name)
+    assert ready_launch(binary(source), arguments_of(source), (0,), 0) is None
+    machine.driver.missing.clear()
+    machine.driver.failing[name] = 801
+    assert ready_launch(binary(source), arguments_of(source), (0,), 0) is None or name == "cuFuncGetParamInfo"
+    machine.driver.failing.clear()
+    assert ready_launch(binary(source), arguments_of(source), (0,), 0) is not None and not machine.launches
 
-    def replaced(launch_function):
-        kernel = binary(source)
-        if launch_function is None:
-            del kernel.run.launch
-        else:
-            kernel.run.launch = launch_function
-        return ready_launch(kernel, arguments, (1, 2))
 
-    def calling(arrange):
-        launcher = Compiled(lambda *call: None)
-        return lambda *call: launcher(*arrange(call))
+def test_what_varies_must_be_found_once(machine):
+    """A constant expression is no parameter; a number that equals the mark would be taken for it."""
+    source = SOURCES["plan"][0]()
+    names, arguments = list(source.signature), arguments_of(source)
+    place, other = names.index("topk_ids"), names.index("num_slots")
+    assert ready_launch(binary(source), arguments, (place,), 0) is not None
+    arguments[other] = mark = 0x5A5A5A00
+    assert capture(binary(source), arguments, (place,), 0) is None
+    arguments[other] = mark + 1
+    assert capture(binary(source), arguments, (place,), 0) is not None
+    constant = next(i for i, kind in enumerate(source.signature.values()) if kind == "constexpr")
+    machine.driver.bytes_of = lambda value: bytes(8) if value == mark else type(machine.driver).bytes_of(machine.driver, value)     # folded away
+    assert capture(binary(source), arguments, (constant,), 0) is None
 
-    assert replaced(calling(lambda call: call)) is not None, "this way of replacing it is no test"
-    for odd in (None, lambda *call: None, calling(lambda call: call[1:]), calling(lambda call: (*call[:3], 5, *call[4:])),
-                calling(lambda call: call[:8])):
-        assert replaced(odd) is None
+
+def test_a_launch_that_fails_raises(machine):
+    source = SOURCES["plan"][0]()
+    ready = ready_launch(binary(source), arguments_of(source), (0,), 0)
+    machine.driver.failing["cuLaunchKernelEx"] = 700
+    with pytest.raises(DriverError, match=r"cuLaunchKernelEx: stand-in \(700\)"):
+        ready_launch(binary(source), arguments_of(source), (0,), 0)(1, 5, 1 << 40)
+    machine.driver.failing.clear()
+    ready(1, 5, 1 << 40)
+    assert len(machine.launches) == 1
+
+
+def test_threads_launch_side_by_side_with_their_own_values(machine):
+    """A launch that is entered again before the driver has read its parameters, as by another thread."""
+    source = SOURCES["plan"][0]()
+    ready = ready_launch(binary(source), arguments_of(source), (0,), 0)
+    first = ready._launch
+
+    def interrupted(*arguments):
+        if len(machine.launches) < 3:
+            machine.launches.append(None)
+            ready(9, 6, 2000 + len(machine.launches))
+        return first(*arguments)
+
+    ready._launch = interrupted
+    ready(7, 5, 1000)
+    launches = [call for call in machine.launches if call is not None]
+    assert [(call[0], call[3], [v for v in call if v in (1000, 2001, 2002, 2003)]) for call in launches] == \
+        [(9, 6, [2003]), (9, 6, [2002]), (9, 6, [2001]), (7, 5, [1000])]
+    ready._launch = first
+    ready(8, 4, 3000)
+    assert machine.launches[-1][0] == 8 and 3000 in machine.launches[-1]
+
+
+def test_a_chain_launches_its_kernels_in_order_with_what_they_were_last_given(machine):
+    machine.driver.cooperative = False
+    source = SOURCES["plan"][0]()
+    kernels = [binary(source) for _ in range(3)]
+    captured = [capture(kernel, arguments_of(source, first), (0, 7), 0) for first, kernel in zip((1 << 20, 1 << 21, 1 << 22), kernels)]
+    chain = ReadyChain([(each, i + 1, (1000 + i, 2000 + i)) for i, each in enumerate(captured)], 0)
     assert not machine.launches
+
+    def expected(stream, *steps):
+        for kernel, first, (blocks, *values) in zip(kernels, (1 << 20, 1 << 21, 1 << 22), steps):
+            arguments = arguments_of(source, first)
+            arguments[0], arguments[7] = values
+            as_triton(kernel, blocks, stream, arguments)
+        return [described(call) for call in machine.launches[-3:]]
+
+    for changes, steps in (((), ((1, 1000, 2000), (2, 1001, 2001), (3, 1002, 2002))),
+                           (((1, 20, (77, 88)),), ((1, 1000, 2000), (20, 77, 88), (3, 1002, 2002))),
+                           (((0, 5, (6, 7)), (2, 30, (8, 9))), ((5, 6, 7), (20, 77, 88), (30, 8, 9)))):
+        chain(99, *changes)
+        found = [described(call) for call in machine.launches[-3:]]
+        assert found == expected(99, *steps)
+    machine.driver.cooperative = True
+    with pytest.raises(ValueError, match="cooperative"):
+        ReadyChain([(capture(binary(source), arguments_of(source), (0,), 0), 1, (5,))], 0)
 
 
 def test_the_current_stream_comes_from_pytorch_or_triton(machine, monkeypatch):
@@ -191,9 +258,13 @@ def cut_source(experts, waves):
     return ASTSource(kernel, {name: types.get(name, "*i32") for name in kernel.arg_names}, constants)
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("wave_tiles", [None, (3, 2)])
-def test_a_group_s_plan_is_ready_for_any_number_of_tokens(machine, monkeypatch, wave_tiles):
+def test_a_group_s_plan_is_ready_for_any_number_of_tokens(machine, monkeypatch, wave_tiles, chained):
     """The same five launches as by Triton's own way, but that everybody's plan lies in one block: equal up to where memory lies, for other T too."""
+    machine.driver.cooperative = False
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     W, E, K, most = 3, 8, 2, 700
     state, everybody = torch.zeros(100, dtype=torch.int32), torch.zeros(W * most, K, dtype=torch.int32)
     device = state.device
@@ -214,7 +285,17 @@ def test_a_group_s_plan_is_ready_for_any_number_of_tokens(machine, monkeypatch, 
         group_plan.exchange_ids(ids, E, most, 17, everybody, state, False)
         plan = group_plan.cut_plan(plan_kernel.build_plan(everybody, E), ids, E, 1, W, most, wave_tiles)
         expected = [described(call) for call in machine.launches[-5:]]
-        ready = ready or group_plan.ReadyGroupPlan.of(group_plan.GroupIds(E, 1, W, most, everybody, state, wave_tiles), ids, False)
+        if ready is None:
+            ready = group_plan.ReadyGroupPlan.of(group_plan.GroupIds(E, 1, W, most, everybody, state, wave_tiles), ids, False)
+            ready.chain(ids) if chained else None
+        if chained and T == 5:
+            block, graphs = ready.block, dict(machine.driver.chains)
+            capturing.append(True)
+            ready.build(ids, 17)
+            assert machine.driver.chains == graphs and ready.block is block, "a graph was launched into a stream that is captured"
+            assert not any(block.data_ptr() == value for call in machine.launches[-5:] for value in described(call)), "a captured plan's memory is its own"
+            del machine.launches[-5:]
+            capturing.clear()
         ours = ready.build(ids, 17)
         assert len(machine.launches) % 10 == 0
         moved = {}
@@ -227,7 +308,7 @@ def test_a_group_s_plan_is_ready_for_any_number_of_tokens(machine, monkeypatch, 
         assert [(part.shape, part.dtype) for part in ours.tensors()] == [(part.shape, part.dtype) for part in plan.tensors()]
         assert T == 0 or moved[plan.slot_to_rank.data_ptr()] == ours.slot_to_rank.data_ptr()
     ends = [place + torch.empty(shape, dtype=dtype).nbytes for place, (shape, dtype) in zip(ready._places, ready._whole.shapes, strict=True)]
-    assert all(end <= begin for end, begin in zip(ends, [*ready._places[1:], 4 * ready._block[0]], strict=True)), "parts overlap"
+    assert all(end <= begin for end, begin in zip(ends, [*ready._places[1:], 4 * ready._block_shape[0]], strict=True)), "parts overlap"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (3, 0), (4, 6), (2, 3, 4), (2, 0, 4)], ids=str)
@@ -250,8 +331,8 @@ def test_ready_launches_change_no_bit_on_a_gpu(monkeypatch):
     import mok
 
     used = []
-    call = compat.ReadyLaunch.__call__
-    monkeypatch.setattr(compat.ReadyLaunch, "__call__", lambda self, *values: used.append(self) or call(self, *values))
+    call = driver.ReadyLaunch.__call__
+    monkeypatch.setattr(driver.ReadyLaunch, "__call__", lambda self, *values: used.append(self) or call(self, *values))
     generator = torch.Generator().manual_seed(3)
     parts = [(torch.randn(size, generator=generator) * 0.1).to("cuda", torch.bfloat16).requires_grad_() for size in ((200, 256), (8, 256, 256), (8, 256, 128))]
     x, w_gate_up, w_down = parts
@@ -266,3 +347,31 @@ def test_ready_launches_change_no_bit_on_a_gpu(monkeypatch):
     for turn in range(12):
         assert all(torch.equal(a, b) for a, b in zip(once(turn % 2), expected[turn % 2], strict=True)), turn
     assert len(set(map(id, used))) >= 5, "three launches of a plan, one forward, one backward"
+
+
+@pytest.mark.gpu
+def test_ready_launches_are_made_and_used_while_a_graph_is_captured(monkeypatch):
+    """Looking for a launch's parameters captures a stream of its own, also beside a capture; what is captured replays to the same bits."""
+    import mok
+
+    used = []
+    call = driver.ReadyLaunch.__call__
+    monkeypatch.setattr(driver.ReadyLaunch, "__call__", lambda self, *values: used.append(self) or call(self, *values))
+    generator = torch.Generator().manual_seed(4)
+    x, w_gate_up, w_down = [(torch.randn(size, generator=generator) * 0.1).to("cuda", torch.bfloat16) for size in ((300, 256), (8, 256, 256), (8, 256, 128))]
+    weights, ids = torch.rand(300, 2, generator=generator).cuda(), torch.randint(-1, 8, (300, 2), generator=generator).cuda()
+    with torch.no_grad():
+        expected = mok.moe(x, ids, weights, w_gate_up, w_down)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        used.clear()
+        with torch.cuda.graph(graph):
+            for _ in range(8):
+                y = mok.moe(x, ids, weights, w_gate_up, w_down)
+        layers = [launch for launch in used if launch.captured.cooperative]
+        assert layers, "no launch was made ready within the capture"
+        for _ in range(3):
+            y.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(y, expected)
+    mok.check()

@@ -25,8 +25,8 @@ from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import backward_launch, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
 from .compat import current_stream, on_device
-from .expert_parallel_plan import _exchange_ids_kernel, ids_words
-from .expert_parallel_plan_launch import EXCHANGE_LAUNCH, GroupIds, ReadyGroupPlan, strides_fit
+from .expert_parallel_plan import ids_words
+from .expert_parallel_plan_launch import GroupIds, ReadyGroupPlan, strides_fit
 from .forward import ForwardConfig
 from .launch import GroupLaunch
 from .limits import unsupported_reason
@@ -227,10 +227,9 @@ class FusedGroup:
         """Compile and load all that a pass launches, the plan's kernels by running them on ids of nobody."""
         ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=self.device)
         for typed in (ids, ids.long()):
-            arguments = expert_parallel_plan_launch.exchange_arguments(typed, self.num_experts, self.max_tokens, 0, self._ids.everybody, self.launch.state,
-                                                                       self.debug)
-            _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)._init_handles()
+            expert_parallel_plan_launch.load_exchange(typed, self._ids, self.debug)
             self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), typed)
+            self._keep_plan_ready(typed, chained=True)
         plan, tensors = self._smallest_pass()
         for save in (False, True):
             launch.load(plan, tensors, PassOptions(save_for_backward=save), _forward_config(save, self.bounded, self.debug), self.launch)
@@ -263,10 +262,16 @@ class FusedGroup:
         expert_parallel_plan_launch.exchange_ids(topk_ids, self.num_experts, self.max_tokens, signature, self._ids.everybody, self.launch.state, self.debug)
         plan = self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), topk_ids)
         if strides_fit(topk_ids):
-            ready = ReadyGroupPlan.of(self._ids, topk_ids, self.debug)
-            if ready is not None:
-                self._ready_plans[topk_ids.dtype, self.debug] = ready
+            self._keep_plan_ready(topk_ids, chained=False)    # making a chain may wait for the device, which may wait for a peer
         return plan
+
+    def _keep_plan_ready(self, topk_ids: Tensor, chained: bool) -> None:
+        """From now on plans for ids of this dtype go by ready launches, where the driver can say what these take."""
+        ready = ReadyGroupPlan.of(self._ids, topk_ids, self.debug)
+        if ready is not None:
+            if chained:
+                ready.chain(topk_ids, next((other.block for other in self._ready_plans.values()), None))
+            self._ready_plans[topk_ids.dtype, self.debug] = ready
 
     def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:
         """This rank's part of the plan of everybody's ids."""

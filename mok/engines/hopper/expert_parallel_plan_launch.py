@@ -1,6 +1,6 @@
 """Host side of a group's plan: the exchange of ids, everybody's plan and the cut of this rank's part; never waits for the GPU.
 
-The kernels are in expert_parallel_plan.py. After the first plan for ids of a dtype the five launches are kept ready (`ReadyGroupPlan`), for any T.
+The kernels are in expert_parallel_plan.py. A group has the five launches ready from the start, as one graph (`ReadyGroupPlan`), for any T.
 """
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ...config import BLOCK_M
 from ...plan import RoutingPlan, empty_plan, experts_of_rank, plan_capacity
 from ...runtime import EXPERT_RADIX, runtime
 from . import cache_keys, plan_kernel
-from .compat import COMPILE_OPTIONS, ReadyLaunch, current_stream, new_empties, new_empty, ready_launch
+from .compat import COMPILE_OPTIONS, current_stream, new_empties, new_empty
+from .driver import ReadyChain, ReadyLaunch, ready_launch
 from .expert_parallel_plan import _IDS, _cut_plan_kernel, _exchange_ids_kernel
 
 cache_keys.settle()
@@ -55,6 +56,7 @@ def cut_plan(whole: RoutingPlan, topk_ids: Tensor, num_experts: int, rank: int, 
 
 _READ_BY_CUT = ("row_to_slot", "slot_to_row", "tile_to_expert", "expert_offsets", "tokens_per_expert")
 _MAPS = ("row_to_slot", "row_to_rank", "slot_to_row", "tile_to_expert", "expert_offsets", "tokens_per_expert", "num_tiles", "slot_to_rank", "wave_tiles")
+_CUT = 4                                # its place in the chain
 _NUM_TILES, _WAVE_TILES = _MAPS.index("num_tiles"), _MAPS.index("wave_tiles")
 
 
@@ -105,11 +107,15 @@ class GroupIds:
 
 
 class ReadyGroupPlan:
-    """The five launches of a group's plans for ids of one dtype, ready but for addresses, T and the strides of ids."""
+    """The five launches of a group's plans for ids of one dtype, ready but for addresses, T and the strides of ids.
+
+    Chained, they are one graph, whose part of everybody's plan lies in `block`, the same for each plan. A graph cannot be launched into a stream that is
+    being captured; there, and unchained, they are five launches and a block of their own.
+    """
 
     def __init__(self, group: GroupIds, topk_ids: Tensor, exchange: ReadyLaunch, whole: plan_kernel.ReadyPlan, cut: ReadyLaunch) -> None:
         num_local = experts_of_rank(group.num_experts, group.world_size, group.rank)[1]
-        self._group, self._exchange, self._whole, self._cut = group, exchange, whole, cut
+        self._exchange, self._whole, self._cut = exchange, whole, cut
         self._shapes = _shapes(num_local, group.everybody.numel(), None if group.wave_tiles is None else group.world_size)
         self._wave_map = _NUM_TILES if group.wave_tiles is None else _WAVE_TILES
         self._everybody = group.everybody.data_ptr()
@@ -121,11 +127,13 @@ class ReadyGroupPlan:
             for length in shape:
                 size *= length
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._block = (end // 4,)
+        self._block_shape = (end // 4,)
+        self.block: Tensor | None = None
+        self._chain: ReadyChain | None = None
 
     @staticmethod
     def of(group: GroupIds, topk_ids: Tensor, debug: bool) -> ReadyGroupPlan | None:
-        """From binaries that earlier launches for such ids have left; None where Triton's launcher is not one that is known."""
+        """From binaries that earlier launches for such ids have left, or `load_exchange`; None where the driver cannot say what they take."""
         device, num_local = topk_ids.device, experts_of_rank(group.num_experts, group.world_size, group.rank)[1]
         exchanged = runtime.scratch.get(_exchange_variant(topk_ids, debug))
         cut = runtime.scratch.get(_cut_variant(device, num_local, group.wave_tiles))
@@ -136,34 +144,70 @@ class ReadyGroupPlan:
         names = _exchange_ids_kernel.arg_names
         varying = [names.index(name) for name in ("topk_ids", "num_slots", "stride_token", "stride_k", "signature")]
         addresses = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-        ready_exchange = ready_launch(exchanged[0], addresses, varying)
+        ready_exchange = ready_launch(exchanged[0], addresses, varying, device.index)
         num_rows = _shapes(num_local, group.everybody.numel(), None)[0][0][0]
         nothing = [None] * len(_MAPS)
         cut_arguments = _cut_arguments(nothing, nothing[:len(_READ_BY_CUT)], num_rows, None, group.num_experts, group.rank, group.world_size,
                                        group.max_tokens * topk_ids.shape[1], group.wave_tiles)
-        ready_cut = ready_launch(cut[0], cut_arguments, [i for i, argument in enumerate(cut_arguments) if argument is None])
+        ready_cut = ready_launch(cut[0], cut_arguments, [i for i, argument in enumerate(cut_arguments) if argument is None], device.index)
         if ready_exchange is None or ready_cut is None:
             return None
         return ReadyGroupPlan(group, topk_ids, ready_exchange, whole, ready_cut)
 
+    def chain(self, topk_ids: Tensor, block: Tensor | None = None) -> None:
+        """Make one graph of the launches, on the current device, for which it may wait. block: another chain's of this group, whose plans wait for this
+        one's as all of a group's do."""
+        self.block = new_empty(topk_ids, self._block_shape, torch.int32) if block is None else block
+        parts = self._parts(self.block)
+        own = [self._everybody] * len(_MAPS)                  # addresses that no launch sees: each brings its own
+        steps = (self._exchange_step(topk_ids, 0), *self._whole.steps(self._everybody, self._error_word, parts), self._cut_step(own, parts, 0))
+        launches = (self._exchange, *self._whole.launches, self._cut)
+        self._chain = ReadyChain([(launch.captured, *step) for launch, step in zip(launches, steps, strict=True)], topk_ids.device.index)
+
     def build(self, topk_ids: Tensor, signature: int) -> RoutingPlan:
         """This rank's plan of topk_ids (T, K), T <= max_tokens, on the current device."""
-        stream, slots = current_stream(topk_ids.device.index), topk_ids.numel()
-        self._exchange(EXCHANGE_PROGRAMS, stream, topk_ids.data_ptr(), slots, *topk_ids.stride(), signature)
-        block = new_empty(topk_ids, self._block, torch.int32)
-        begin = block.data_ptr()
-        parts = [begin + place for place in self._places]
-        self._whole.launch(stream, self._everybody, self._error_word, parts)
-        maps = new_empties(topk_ids, _with_slots(self._shapes, slots))
-        own = [part.data_ptr() for part in maps]
-        row_to_slot, _, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert, *_ = parts
-        self._cut(_cut_programs(self._shapes[0][0][0], slots), stream, *own[:_WAVE_TILES], row_to_slot, slot_to_row, tile_to_expert, expert_offsets,
-                  tokens_per_expert, slots, own[self._wave_map])
+        stream = current_stream(topk_ids.device.index)
+        chained = self._chain is not None and not torch.cuda.is_current_stream_capturing()
+        block = self.block if chained else new_empty(topk_ids, self._block_shape, torch.int32)
+        assert block is not None
+        parts = self._parts(block)
+        maps = new_empties(topk_ids, _with_slots(self._shapes, topk_ids.numel()))
+        exchange, cut = self._exchange_step(topk_ids, signature), self._cut_step([part.data_ptr() for part in maps], parts, topk_ids.numel())
+        if chained:
+            assert self._chain is not None
+            self._chain(stream, (0, *exchange), (_CUT, *cut))
+        else:
+            self._exchange(exchange[0], stream, *exchange[1])
+            self._whole.launch(stream, self._everybody, self._error_word, parts)
+            self._cut(cut[0], stream, *cut[1])
         return RoutingPlan(*maps)
+
+    def _parts(self, block: Tensor) -> list[int]:
+        """Addresses of the whole plan's parts."""
+        begin = block.data_ptr()
+        return [begin + place for place in self._places]
+
+    def _exchange_step(self, topk_ids: Tensor, signature: int) -> tuple[int, tuple[int, ...]]:
+        """(programs, what varies) of the exchange."""
+        return EXCHANGE_PROGRAMS, (topk_ids.data_ptr(), topk_ids.numel(), *topk_ids.stride(), signature)
+
+    def _cut_step(self, own: Sequence[int], parts: Sequence[int], slots: int) -> tuple[int, tuple[int, ...]]:
+        """(programs, what varies) of the cut; own: addresses of this rank's maps."""
+        row_to_slot, _, slot_to_row, tile_to_expert, expert_offsets, tokens_per_expert, *_ = parts
+        return _cut_programs(self._shapes[0][0][0], slots), (*own[:_WAVE_TILES], row_to_slot, slot_to_row, tile_to_expert, expert_offsets,
+                                                             tokens_per_expert, slots, own[self._wave_map])
 
 
 def _exchange_variant(topk_ids: Tensor, debug: bool) -> tuple:
     return "exchange", topk_ids.device, topk_ids.dtype, debug
+
+
+def load_exchange(topk_ids: Tensor, group: GroupIds, debug: bool) -> None:
+    """Compile and load the exchange kernel for ids like these; run nothing."""
+    arguments = exchange_arguments(topk_ids, group.num_experts, group.max_tokens, 0, group.everybody, group.control, debug)
+    kernel = _exchange_ids_kernel.warmup(*arguments, grid=(1,), **EXCHANGE_LAUNCH)
+    kernel._init_handles()
+    runtime.scratch.setdefault(_exchange_variant(topk_ids, debug), [kernel])
 
 
 def strides_fit(topk_ids: Tensor) -> bool:

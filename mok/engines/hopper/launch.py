@@ -20,6 +20,7 @@ from ...runtime import runtime
 from ..protocol import MoETensors, PassOptions, Saved
 from . import cache_keys, ready_arguments
 from .compat import COMPILE_OPTIONS, current_stream, new_empty, on_device
+from .driver import library
 from .forward import INTEGERS, MOVER_WARPS, WIDTHS, ForwardConfig, _forward_kernel
 from .state import launch_state
 
@@ -356,7 +357,7 @@ def launch_kernel(kernel: Any, config: Any, device_index: int, blocks: int, argu
     stream = current_stream(device_index)
     binary.run(blocks, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments, *constexprs.values())
     if list_key is not None and not any(isinstance(argument, Tensor) for argument in arguments):
-        ready_arguments.keep_launch(list_key, binary, (*arguments, *constexprs.values()), varying, resident)
+        ready_arguments.keep_launch(list_key, binary, (*arguments, *constexprs.values()), varying, resident, device_index)
 
 
 def resident_blocks(config: Hashable, device_index: int, compile_kernel: Any) -> int:
@@ -366,8 +367,7 @@ def resident_blocks(config: Hashable, device_index: int, compile_kernel: Any) ->
         kernel = compile_kernel()
         kernel._init_handles()
         per_sm = ctypes.c_int()
-        driver = ctypes.CDLL("libcuda.so.1")
-        status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(per_sm), ctypes.c_void_p(kernel.function),
+        status = library().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(per_sm), ctypes.c_void_p(kernel.function),
                                                                     ctypes.c_int(32 * kernel.metadata.num_warps),
                                                                     ctypes.c_size_t(kernel.metadata.shared))
         if status or per_sm.value < 1:

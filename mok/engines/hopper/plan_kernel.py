@@ -26,7 +26,8 @@ from torch import Tensor
 from ...config import BLOCK_M
 from ...plan import RoutingPlan, empty_plan_like
 from ...runtime import EXPERT_RADIX, runtime
-from .compat import ReadyLaunch, current_stream, new_empties, on_device, ready_launch
+from .compat import current_stream, new_empties, on_device
+from .driver import ReadyLaunch, ready_launch
 
 EXPERT_CLASSES = (32, 128, 256, 512, 1024)   # widths of the per-expert vectors: the only sizes that select another binary
 MAX_CHUNKS = 512                        # programs of launches 1 and 3; 1024 gains a microsecond in launch 3 and loses four before it (H200)
@@ -215,15 +216,15 @@ class ReadyPlan:
 
     def __init__(self, plan: RoutingPlan, counts: Tensor, programs: Sequence[int], launches: Sequence[ReadyLaunch]) -> None:
         self.shapes = [(tuple(part.shape), part.dtype) for part in (*plan.tensors(), counts)]
-        self._programs, self._launches = programs, launches
+        self._programs, self.launches = programs, launches
 
     @staticmethod
     def of(plan: RoutingPlan, counts: Tensor, binaries: Sequence[Any], launches: Sequence[tuple]) -> ReadyPlan | None:
-        """From a call's launches and the binaries that they ran; None where Triton's launcher is not one that is known."""
+        """From a call's launches and the binaries that they ran; None where the driver cannot say what they take."""
         ready: list[ReadyLaunch] = []
         for binary, (_, _, _, arguments) in zip(binaries, launches):
             addresses = [i for i, argument in enumerate(arguments) if isinstance(argument, Tensor)]
-            launch = ready_launch(binary, [None if isinstance(argument, Tensor) else argument for argument in arguments], addresses)
+            launch = ready_launch(binary, [None if isinstance(argument, Tensor) else argument for argument in arguments], addresses, counts.device.index)
             if launch is None:
                 return None
             ready.append(launch)
@@ -237,13 +238,15 @@ class ReadyPlan:
         return RoutingPlan(*parts[:-1])
 
     def launch(self, stream: int, ids: int, error_word: int, parts: Sequence[int]) -> None:
-        """Launch on the current device; all but the stream are addresses, parts those of memory of `shapes`."""
-        count, scan, scatter = self._launches
+        """Launch on the current device; arguments after the stream as `steps` has them."""
+        for launch, (programs, values) in zip(self.launches, self.steps(ids, error_word, parts)):
+            launch(programs, stream, *values)
+
+    def steps(self, ids: int, error_word: int, parts: Sequence[int]) -> tuple[tuple[int, Sequence[int]], ...]:
+        """(programs, what varies) of each launch; all are addresses, parts those of memory of `shapes`."""
         chunks, groups, programs = self._programs
         *maps, counts = parts
-        count(chunks, stream, ids, error_word, counts)
-        scan(groups, stream, counts, maps[_TOKENS_PER_EXPERT])
-        scatter(programs, stream, ids, counts, *maps)
+        return (chunks, (ids, error_word, counts)), (groups, (counts, maps[_TOKENS_PER_EXPERT])), (programs, (ids, counts, *maps))
 
 
 def _keep_ready(size: tuple, ready: ReadyPlan | None) -> None:
@@ -269,7 +272,7 @@ def run_launches(launches: tuple, variant: tuple | None, device_index: int | Non
         return
     stream, kept = current_stream(device_index), ("ready launches", variant)
     if kept not in runtime.scratch:
-        runtime.scratch[kept] = [ready_launch(binary, arguments, [param.num for param in kernel.params if not param.is_constexpr])
+        runtime.scratch[kept] = [ready_launch(binary, arguments, [param.num for param in kernel.params if not param.is_constexpr], device_index)
                                  for binary, (kernel, _, _, arguments) in zip(compiled, launches)]
     for binary, ready, (kernel, programs, _, arguments) in zip(compiled, runtime.scratch[kept], launches):
         if ready is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...runtime import runtime
-from .compat import ReadyLaunch, ready_launch
+from .driver import ReadyLaunch, ready_launch
 
 LIMIT = 2048                   # lists; all are dropped when there are more, which shapes that never repeat would cause
 _LISTS = "hopper ready arguments"
@@ -53,10 +53,10 @@ def find_launch(key: Hashable) -> tuple[ReadyLaunch, int] | None:
     return runtime.scratch.get(_LAUNCHES, {}).get(key)
 
 
-def keep_launch(key: Hashable, binary: Any, arguments: Sequence[Any], varying: Sequence[int], resident: int) -> None:
-    """Make the launch of `binary` ready for `key`, where a list is kept for it and Triton's launcher is one that is known."""
+def keep_launch(key: Hashable, binary: Any, arguments: Sequence[Any], varying: Sequence[int], resident: int, device_index: int | None) -> None:
+    """Make the launch of `binary` on the current device ready for `key`, where a list is kept for it and the driver can say what it takes."""
     if key in runtime.scratch.get(_LISTS, {}):
-        ready = ready_launch(binary, arguments, varying)
+        ready = ready_launch(binary, arguments, varying, device_index)
         if ready is not None:
             _keep(_LAUNCHES, key, (ready, resident))
 
