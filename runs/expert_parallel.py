@@ -155,11 +155,11 @@ def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor,
     for name, call in calls.items():
         times: list[int] = []
         loops: list[int] = []
-        for block in range(13):
+        for block in range(8):
             torch.cuda.synchronize()
             together()
             torch.cuda.set_sync_debug_mode("error")
-            for _ in range(10):
+            for _ in range(40):
                 Probe.loops.clear()
                 start = time.perf_counter_ns()
                 call()

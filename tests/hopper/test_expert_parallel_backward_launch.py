@@ -120,7 +120,7 @@ def test_the_down_bias_alone_needs_rows_of_dy(launches):
 def test_a_group_s_part_of_the_card_sets_its_row_tiles(launches):
     case, plan, saved = problem()
     expert_parallel_backward.group_backward(plan, case.tensors, case.options, saved, case.dy, want_all(case), None, GROUP, 1)
-    assert launches[0][1]["group_tiles"] == max(2, round(backward_launch.default_group(272, 176) / 4))
+    assert launches[0][1]["group_tiles"] == max(4, round(backward_launch.default_group(272, 176) / 4))
     from mok.config import Overlap
 
     asked = replace(case.options, overlap=Overlap(minibatch_rows=640, reserve_sms=3))
@@ -129,6 +129,16 @@ def test_a_group_s_part_of_the_card_sets_its_row_tiles(launches):
     with pytest.raises(ValueError, match="reserve_sms=20 must be less than the 20 blocks"):
         expert_parallel_backward.group_backward(plan, case.tensors, replace(case.options, overlap=Overlap(reserve_sms=20)), saved, case.dy, want_all(case),
                                                 None, GROUP, 1)
+
+
+def test_ranks_that_share_a_device_have_groups_of_four_tiles_at_least(monkeypatch):
+    case, *_ = problem()
+
+    def tiles(of_one_rank, card):
+        monkeypatch.setattr(expert_parallel_backward, "_group_tiles", lambda *_: of_one_rank)
+        return expert_parallel_backward._tiles_of_group(case.options, case.tensors, replace(GROUP, card=card))
+
+    assert [tiles(9, card) for card in (0.25, 0.75, 1.0)] == [4, 7, 9] and tiles(2, 1.0) == 2
 
 
 def test_passes_do_not_take_each_other_s_arguments(launches, monkeypatch):
