@@ -184,7 +184,9 @@ class ReadyLaunch:
         self._free = [_Launch(captured)]
 
     def __call__(self, blocks: int, stream: int, *varying: int) -> None:
-        """Launch on the current device; varying: addresses and numbers, in the order in which `capture` was given their places."""
+        """Launch on the current device, nothing for 0 blocks; varying: addresses and numbers, in the order in which `capture` was given their places."""
+        if blocks == 0:                                # as Triton; the driver refuses
+            return
         try:
             mine = self._free.pop()
         except IndexError:                             # another thread is at it
