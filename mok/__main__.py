@@ -1,6 +1,4 @@
 """`python -m mok`: the command line."""
-import sys
+from .cli.main import command
 
-from .cli.main import main
-
-sys.exit(main())
+command()

@@ -10,7 +10,7 @@ all tokens.
 
 Last line of stdout: one JSON document; `ratio_to_one_rank` is the group's time over one rank's (1.10 wanted). "no communication": the same processes at
 once, each with one rank's engine on its share of the multiprocessors, its tokens' routes all to its own experts, so as many rows to a rank where routes
-are balanced: what sharing a device costs by itself. `host_us` is the host's time for a call of the engine; `layer_host_us` the slowest rank's for `mok.moe`
+are balanced: what sharing a device costs by itself. `host_us` is the host's time for a call of the engine; `layer_host_us` that for `mok.moe`
 in training and for its backward, autograd included, with every synchronisation an error (limits: 150, 250); "torch: backward" is an empty function's.
 A core whose other hardware thread is busy runs Python at half speed, for seconds; "undisturbed" leaves out calls beside which it did.
 """
@@ -133,12 +133,8 @@ class Nothing(torch.autograd.Function):
         return None, None, *(ctx.grads if ctx.saved_tensors else ())
 
 
-def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor, together: Any) -> dict[str, Any]:
-    """Host time of one rank's `mok.moe` and of its backward; all ranks call. A synchronisation raises.
-
-    `all`: the median of all calls. `undisturbed`: of the `part` of the calls beside which this thread's core ran a loop at most 15 % slower than at
-    its fastest.
-    """
+def layer_host_ns(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor, together: Any) -> dict[str, list[tuple[int, int]]]:
+    """(host time of a call, `loop_ns` on its thread right after it) of one rank's `mok.moe` and of its backward; all ranks call. A synchronisation raises."""
     import mok
 
     leaves = [t.detach().clone().requires_grad_() for t in (tensors.x, tensors.topk_weights, tensors.w_gate_up, tensors.w_down)]
@@ -151,10 +147,8 @@ def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor,
     calls = {"forward": lambda: mok.moe(leaves[0], ids, *leaves[1:], group=group),
              "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
              "torch: backward": lambda: torch.autograd.grad(nothing, leaves, dy, retain_graph=True)}
-    found = {}
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in calls}
     for name, call in calls.items():
-        times: list[int] = []
-        loops: list[int] = []
         for block in range(8):
             torch.cuda.synchronize()
             together()
@@ -165,12 +159,22 @@ def layer_host_us(group: Any, ids: torch.Tensor, tensors: Any, dy: torch.Tensor,
                 call()
                 end = time.perf_counter_ns()
                 if block:                                    # the first one makes launches ready
-                    times.append(end - start)
-                    loops.append(Probe.loops[0] if Probe.loops else loop_ns())
+                    found[name].append((end - start, Probe.loops[0] if Probe.loops else loop_ns()))
             torch.cuda.set_sync_debug_mode("default")
-        good = [ns for ns, loop in zip(times, loops) if loop <= 1.15 * min(loops)]
-        found[name] = {"all": round(statistics.median(times) / 1e3, 1), "undisturbed": round(statistics.median(good) / 1e3, 1),
-                       "part": round(len(good) / len(times), 2), "loop": [round(q / 1e3, 2) for q in (min(loops), statistics.median(loops), max(loops))]}
+    return found
+
+
+def host_summary(ranks: list[dict[str, list[tuple[int, int]]]]) -> dict[str, Any]:
+    """Medians in us of each rank's calls: `all`, and `undisturbed`, those beside which the loop took at most a quarter more than anywhere at its fastest (None:
+    fewer than 20 such calls). `slowest`: of the ranks'."""
+    fastest = min(loop for rank in ranks for calls in rank.values() for _, loop in calls)
+    found: dict[str, Any] = {"fastest_loop": fastest / 1e3}
+    for name in ranks[0]:
+        good = [[ns for ns, loop in rank[name] if loop <= 1.25 * fastest] for rank in ranks]
+        every = [round(statistics.median(ns for ns, _ in rank[name]) / 1e3, 1) for rank in ranks]
+        undisturbed = [round(statistics.median(calls) / 1e3, 1) if len(calls) >= 20 else None for calls in good]
+        found[name] = {"slowest": {"undisturbed": max((us for us in undisturbed if us is not None), default=None), "all": max(every)},
+                       "undisturbed": undisturbed, "all": every, "part_undisturbed": [round(len(g) / len(rank[name]), 2) for g, rank in zip(good, ranks)]}
     return found
 
 
@@ -243,9 +247,9 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     silent = alone_beside_others(tensors, own_ids, options, dy[mine] if backward else None, group.launch.blocks)
     timed(silent, count, 1, dist.barrier)
     times["silent"], _ = timed(silent, count, blocks, dist.barrier)
-    layer = layer_host_us(ranks, own_ids, tensors, dy[mine], dist.barrier)
+    layer = layer_host_ns(ranks, own_ids, tensors, dy[mine], dist.barrier)
     mok.check()
-    results.put({"rank": rank, "layer_host_us": layer, "differing": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
+    results.put({"rank": rank, "layer_host_ns": layer, "differing": differing, "ms": times, "host_us": host, "blocks": group.launch.blocks, "built_s": built,
                  "rows": int(group.build_plan(own_ids, owned, "benchmark").expert_offsets[-1])})
     torch.cuda.synchronize()
     dist.barrier()
@@ -322,10 +326,9 @@ def main() -> int:
         entries.append({**common, "impl": impl, "ms": ms, "tflops": flops / ms, "spread": (max(times) - min(times)) / ms / 2,
                         **({} if host is None else {"host_us": host})})
         print(f"{impl:34s} {ms:8.3f} ms {flops / ms:7.1f} TFLOP/s{'' if host is None else f'  host {host:.0f} us'}", flush=True)
-    layer = {name: {kind: max(o["layer_host_us"][name][kind] for o in outcomes) for kind in ("undisturbed", "all")} for name in outcomes[0]["layer_host_us"]}
-    print(f"mok.moe on {W} ranks, slowest: host {layer}", flush=True)
-    for outcome in outcomes:
-        print(f"host of rank {outcome['rank']}: {outcome['layer_host_us']}", flush=True)
+    layer = host_summary([outcome["layer_host_ns"] for outcome in outcomes])
+    for name, figures in layer.items():
+        print(f"mok.moe on {W} ranks, host: {name} {figures}", flush=True)
     differing = sum(sum(outcome["differing"]) for outcome in outcomes)
     commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(json.dumps(document := {
@@ -333,8 +336,7 @@ def main() -> int:
         "command": "PYTHONPATH=. python3 " + " ".join(sys.argv), "differing_tokens": differing,
         "differing_of_ranks": [outcome["differing"] for outcome in outcomes], "ratio_to_one_rank": entries[0]["ms"] / entries[1]["ms"],
         "ratio_of_no_communication": entries[2]["ms"] / entries[1]["ms"],
-        "layer_host_us": layer, "layer_host_us_of_ranks": [outcome["layer_host_us"] for outcome in outcomes],
-        "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes],
+        "layer_host_us": layer, "sms": alone["sms"], "rows_of_ranks": [outcome["rows"] for outcome in outcomes],
         "built_s": [round(outcome["built_s"], 1) for outcome in outcomes],
         "results": entries}))
     if args.out:

@@ -3,7 +3,7 @@
     PYTHONPATH=. python3 runs/train_cuda.py --out OUT.json                     everything
     PYTHONPATH=. python3 runs/train_cuda.py --sections end_to_end --profile    one part, with the kernels that a step's time goes to
 
-Sections: cold, host (runs/host_time.py), default (`mok train`, and twice with --audit), billion (`mok train --config 1b`), end_to_end (6 layers of
+Sections: cold, host (runs/host_time.py), default (`mok train`, and twice with --audit), billion (`mok train --config 1b`, likewise), end_to_end (6 layers of
 Qwen3-30B-A3B's sizes, sequences of 4096, 32768 tokens a step), bench (`mok bench`, all named layers and T = 512). A section that fails is
 recorded as such. Last line of stdout: one JSON document, which --out also writes after every section.
 """
@@ -143,11 +143,21 @@ def default(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def billion(options: argparse.Namespace) -> dict[str, Any]:
-    """The 1-billion-parameter model: speed, and the specification's losses."""
+    """The 1-billion-parameter model: speed, the specification's losses, and two audited runs, at once and in processes of their own."""
     with tempfile.TemporaryDirectory() as name:
-        plain, losses = train(Path(name) / "run", *BILLION)
-    free_memory()
-    return {"plain": plain, "tracking": tracking(plain["settings"], losses, options)}
+        folder = Path(name)
+        plain, losses = train(folder / "plain", *BILLION)
+        found = {"plain": plain, "tracking": tracking(plain["settings"], losses, options)}
+        free_memory()
+        processes = [subprocess.Popen([sys.executable, "-m", "mok", "train", *ALWAYS, "--out", str(folder / run), *BILLION,
+                                       "--audit", str(folder / f"{run}.jsonl"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                      env={**os.environ, "PYTHONPATH": str(ROOT)}) for run in ("a", "b")]
+        ends = [process.communicate(timeout=150)[0] for process in processes]
+        if any(process.returncode for process in processes):
+            raise RuntimeError("; ".join(end[-1000:] for end in ends))
+        chains = [json.loads(end.splitlines()[-1])["audit"]["hash"] for end in ends]
+        records = [(folder / f"{run}.jsonl").read_bytes() for run in ("a", "b")]
+    return {**found, "audit": {"chains": chains, "identical": chains[0] == chains[1] and records[0] == records[1]}}
 
 
 class Switch:

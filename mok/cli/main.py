@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from . import audit, bench, export_model, import_model, info, train, verify
@@ -51,6 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if outcome.line:
         print(outcome.line, file=sys.stderr)
     return outcome.status
+
+
+def command() -> NoReturn:
+    """`mok` and `python -m mok`: `main` of the command line, then the end of the process.
+
+    An interrupted one ends without C++'s destructors: a library may have been in the middle of anything, and one that is destroyed with a thread at work aborts
+    (seen once: "terminate called without an active exception", status -6 in place of 130).
+    """
+    status = main()
+    if status == INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def run_command(arguments: argparse.Namespace) -> Outcome:

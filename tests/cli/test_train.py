@@ -309,3 +309,21 @@ def test_documented_defaults_are_the_settings_own():
     defaults = {field.name: field.default for field in fields(TrainSettings)}
     assert {**train._DEFAULTS, "precision": defaults["precision"]} == defaults
     assert set(train._SETTINGS) == set(defaults)
+
+
+def test_an_interrupted_command_ends_without_destructors(monkeypatch):
+    """A thread of a library's that is at work when it is destroyed would abort the process; other statuses end it as usual."""
+    import mok.cli.main as cli
+
+    ends: list[tuple[str, int]] = []
+
+    def leave(status):
+        ends.append(("at once", status))
+        raise SystemExit(-1)
+
+    monkeypatch.setattr(cli.os, "_exit", leave)
+    for status, expected in ((130, ("at once", 130)), (0, ("as usual", 0)), (1, ("as usual", 1))):
+        monkeypatch.setattr(cli, "main", lambda status=status: status)
+        with pytest.raises(SystemExit) as end:
+            cli.command()
+        assert (ends.pop() if ends else ("as usual", end.value.code)) == expected

@@ -40,14 +40,18 @@ class Compiled:
 
 class Driver:
     """libcuda in little, by its own structures: capture of one kernel, its parameters, launches and graphs. What would run is appended to `launches`, as
-    Triton's launcher would have called it. A whole number is a parameter of 8 bytes, anything else one of 16 that stands for it."""
+    Triton's launcher would have called it. A whole number is a parameter of 8 bytes, anything else one of 128 that stands for it and lies at a multiple of 64.
+    What a graph owns is overwritten when it is destroyed; `alive`: handles of graphs, and chains, that were not."""
 
     def __init__(self, launches):
         self.launches, self.capturing, self.nodes, self.sizes, self.objects = launches, False, {}, {}, []
         self.graphs, self.chains, self.missing, self.failing, self.handles = {}, {}, set(), {}, itertools.count(1)
+        self.alive, self.streams, self.device = set(), {}, 0             # streams: handle -> the device that was current when it was made
 
     def __getattribute__(self, name):
         if name.startswith("cu"):
+            if name == "cuStreamEndCapture" and (name in self.missing or name in self.failing):
+                self.capturing = False                        # a capture that ends badly has ended
             if name in self.missing:
                 raise AttributeError(name)
             if name in self.failing:
@@ -72,9 +76,10 @@ class Driver:
         if type(value) is int:
             return (value % 2**64).to_bytes(8, "little")
         self.objects.append(value)
-        return (len(self.objects) - 1).to_bytes(16, "little")
+        return (len(self.objects) - 1).to_bytes(128, "little")
 
     def values_at(self, function, addresses):
+        assert all(address % 64 == 0 for address, size in zip(addresses, self.sizes[function]) if size == 128), "a tensor map is not aligned"
         contents = [ctypes.string_at(address, size) for address, size in zip(addresses, self.sizes[function], strict=True)]
         return [int.from_bytes(c, "little", signed=True) if len(c) == 8 else self.objects[int.from_bytes(c, "little")] for c in contents]
 
@@ -83,15 +88,21 @@ class Driver:
         return 0
 
     def cuStreamCreate(self, stream, flags):
-        stream._obj.value = 4242
+        assert flags == 1, "it would wait for the legacy stream"
+        stream._obj.value = 4242 + self.device
+        self.streams[stream._obj.value] = self.device
         return 0
 
     def cuStreamBeginCapture_v2(self, stream, mode):
+        assert mode == 2, "other threads' calls would end the capture"
+        assert self.streams[stream.value] == self.device and not self.capturing
         self.capturing = stream.value
         return 0
 
     def cuStreamEndCapture(self, stream, graph):
         self.capturing, graph._obj.value = False, next(self.handles)
+        self.alive.add(graph._obj.value)
+        self.graphs[graph._obj.value] = self.captured
         return 0
 
     def cuGraphGetNodes(self, graph, node, count):
@@ -126,6 +137,7 @@ class Driver:
 
     def cuGraphCreate(self, graph, flags):
         graph._obj.value = next(self.handles)
+        self.alive.add(graph._obj.value)
         self.graphs[graph._obj.value] = []
         return 0
 
@@ -143,25 +155,35 @@ class Driver:
 
     def cuGraphInstantiateWithFlags(self, chain, graph, flags):
         chain._obj.value = next(self.handles)
+        self.alive.add(chain._obj.value)
         self.chains[chain._obj.value] = dict(self.graphs[graph.value])
         return 0
 
     def cuGraphUpload(self, chain, stream):
+        assert self.streams[stream.value] == self.device and not self.capturing
+        self.uploaded = chain.value
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, chain, node, what):
-        assert node.value in self.chains[chain.value]
+        assert node.value in self.chains[chain.value] and chain.value in self.alive
         self.chains[chain.value][node.value] = self.read_node(what)
         return 0
 
     def cuGraphLaunch(self, chain, stream):
+        assert chain.value == self.uploaded and chain.value in self.alive
         self.launches.extend((grid, 1, 1, stream.value, function, *values) for grid, function, values in self.chains[chain.value].values())
         return 0
 
     def cuGraphDestroy(self, graph):
+        self.alive.remove(graph.value)
+        captured = self.graphs.pop(graph.value)
+        if isinstance(captured, int):
+            for memory in self.nodes.pop(captured).memory:
+                ctypes.memset(memory, 0xEE, len(memory))
         return 0
 
     def cuGraphExecDestroy(self, chain):
+        self.alive.remove(chain.value)
         return 0
 
 

@@ -1,7 +1,11 @@
 """Launches kept ready: the driver gets from them what Triton's own way gives it, with the driver, the launcher and the encoding of descriptors stood in for."""
 from __future__ import annotations
 
+import ctypes
+import gc
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +84,83 @@ def id_or_value(value):
     return value if isinstance(value, (int, float, str)) else id(value)
 
 
+def test_structures_are_those_of_cuda_h():
+    """CUlaunchConfig, CUlaunchAttribute and CUDA_KERNEL_NODE_PARAMS_v2 of CUDA 12 and 13 on a 64-bit machine, byte by byte."""
+    layouts = {driver._Config: (56, {"grid": 0, "grid_y": 4, "grid_z": 8, "block": 12, "block_y": 16, "block_z": 20, "shared": 24, "stream": 32,
+                                     "attributes": 40, "count": 48}),
+               driver._Attribute: (72, {"id": 0, "pad": 4, "value": 8}),
+               driver._Node: (72, {"function": 0, "grid": 8, "grid_y": 12, "grid_z": 16, "block": 20, "block_y": 24, "block_z": 28, "shared": 32,
+                                   "parameters": 40, "extra": 48, "kernel": 56, "context": 64})}
+    for structure, (size, offsets) in layouts.items():
+        assert ctypes.sizeof(structure) == size
+        assert {name: getattr(structure, name).offset for name, _ in structure._fields_} == offsets
+    assert {getattr(driver._Node, name).size for name in ("function", "parameters", "extra", "kernel", "context")} == {8}
+    assert {getattr(driver._Config, name).size for name in ("grid", "block", "shared", "count")} == {4}
+
+
+def test_what_was_captured_outlives_its_graph_and_holds_its_binary(machine):
+    source = SOURCES["forward"][0]()
+    kernel, arguments = binary(source), arguments_of(source)
+    ready = ready_launch(kernel, arguments, (list(source.signature).index("state"),), 0)
+    assert not machine.driver.alive, "a graph was not destroyed"
+    held = weakref.ref(kernel.run)
+    del kernel
+    gc.collect()
+    assert held() is not None, "a binary that nobody holds is unloaded"
+    ready(3, 5, 1 << 40)
+    assert 0xEEEEEEEEEEEEEEEE - (1 << 64) not in machine.launches[-1] and 1 << 40 in machine.launches[-1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: invalid resource handle"), TypeError("int"), OverflowError("too large")], ids=repr)
+def test_a_capture_that_fails_leaves_the_launch_to_triton_and_nothing_behind(machine, error):
+    source = SOURCES["plan"][0]()
+    kernel = binary(source)
+
+    def fails(*_):
+        raise error
+
+    kernel.run.launch = fails
+    machine.driver.captured = -1
+    machine.driver.nodes[-1] = SimpleNamespace(memory=[])
+    assert ready_launch(kernel, arguments_of(source), (0,), 0) is None
+    assert not machine.driver.capturing and not machine.driver.alive and not machine.launches
+    assert ready_launch(binary(source), arguments_of(source), (0,), 0) is not None
+    unlike = binary(source)
+    del unlike.run.num_ctas
+    assert ready_launch(unlike, arguments_of(source), (0,), 0) is None
+
+
+def test_a_parameter_that_the_driver_does_not_tell_is_not_the_end_of_the_list(machine):
+    source = SOURCES["plan"][0]()
+    tell = machine.driver.cuFuncGetParamInfo
+    machine.driver.cuFuncGetParamInfo = lambda function, index, *found: 700 if index.value == 9 else tell(function, index, *found)
+    assert ready_launch(binary(source), arguments_of(source), (0,), 0) is None and not machine.driver.alive
+
+
+def test_each_device_has_a_capture_stream_of_its_own(machine):
+    source = SOURCES["plan"][0]()
+    for device in (0, 1, 0):
+        machine.driver.device = device
+        assert ready_launch(binary(source), arguments_of(source), (0,), device) is not None
+    assert sorted(machine.driver.streams.values()) == [0, 1]
+
+
+def test_a_chain_gives_its_graphs_back_with_its_last_reference(machine, monkeypatch):
+    machine.driver.cooperative = False
+    source = SOURCES["plan"][0]()
+    chain = ReadyChain([(capture(binary(source), arguments_of(source), (0,), 0), 1, (5,))], 0)
+    chain(9)
+    assert len(machine.driver.alive) == 2 and not driver._capturing.locked()
+    del chain
+    gc.collect()
+    assert not machine.driver.alive
+    kept = ReadyChain([(capture(binary(source), arguments_of(source), (0,), 0), 1, (5,))], 0)
+    monkeypatch.setattr(driver.os, "getpid", lambda: -1)                 # a forked child, whose driver has no such graph
+    del kept
+    gc.collect()
+    assert len(machine.driver.alive) == 2
+
+
 @pytest.mark.parametrize("metadata", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"launch_pdl": True}, {"num_ctas": 2}], ids=str)
 def test_what_parameters_alone_do_not_say_is_left_to_triton(machine, metadata):
     source = SOURCES["plan"][0]()
@@ -125,6 +206,28 @@ def test_a_launch_that_fails_raises(machine):
     ready(1, 5, 1 << 40)
     ready(0, 5, 1 << 40)
     assert len(machine.launches) == 1, "no blocks, no launch: as Triton has it"
+
+
+def test_sizes_that_never_repeat_are_not_captured(machine, monkeypatch):
+    """Of ids of a size that comes once no parameters are looked for; of one that comes again they are, once, also where the driver cannot tell."""
+    monkeypatch.setattr(compat, "_RAW_STREAM", lambda index: 50)
+    monkeypatch.setattr(plan_kernel, "on_device", lambda tensor: compat._NOTHING)
+    sources = {name: source for name, source, _ in plan_kernel.compile_sources()}
+    kernels = [binary(sources[f"plan_{name}_kernel_i32_E32"]) for name in ("count_slots", "scan_chunks", "scatter_slots")]
+    monkeypatch.setattr(runtime, "scratch", {("plan", torch.device("cpu"), torch.int32, 32, 128): kernels})
+    begun, begin = [], type(machine.driver).cuStreamBeginCapture_v2
+    machine.driver.cuStreamBeginCapture_v2 = lambda *what: begun.append(what) or begin(machine.driver, *what)
+
+    def captures(T):
+        begun.clear()
+        plan_kernel.build_plan(torch.zeros(T, 2, dtype=torch.int32), 8)
+        return len(begun)
+
+    assert captures(7) == 3                                  # the variant's own, ready for all sizes
+    assert [captures(T) for T in range(10, 20)] == [0] * 10
+    assert [captures(T) for T in (7, 7, 12, 12)] == [3, 0, 3, 0]
+    machine.driver.missing.add("cuFuncGetParamInfo")
+    assert [captures(T) for T in (13, 13, 13)] == [1, 0, 0]
 
 
 def test_threads_launch_side_by_side_with_their_own_values(machine):
@@ -280,6 +383,8 @@ def test_a_group_s_plan_is_ready_for_any_number_of_tokens(machine, monkeypatch, 
                ("plan", device, torch.int32, 32, 128): plan_kernels,
                group_plan._cut_variant(device, 3, wave_tiles): [binary(cut_source(32, wave_tiles is not None))]}
     monkeypatch.setattr(runtime, "scratch", scratch)
+    plan_kernel.build_plan(everybody, E)                     # the second plan of a size is the first that is kept ready
+    machine.launches.clear()
     ready = None
     for T, strides in ((700, (2, 1)), (0, (2, 1)), (5, (1, 5)), (64, (8, 3))):
         ids = torch.zeros(T * 8 + 8, dtype=torch.int64).as_strided((T, K), strides)

@@ -8,6 +8,7 @@ management), so it holds for any release of Triton. From then on a launch is `cu
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 _RELAXED, _NON_BLOCKING, _COOPERATIVE = 2, 1, 2        # CU_STREAM_CAPTURE_MODE_RELAXED, CU_STREAM_NON_BLOCKING, CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_INVALID_VALUE = 1                                     # CUDA_ERROR_INVALID_VALUE
 _MARK = 0x5A5A5A00                                     # stands for what varies while its place is looked for; fits 32 bits, and no allocation lies there
 _ALIGNMENT = 64                                        # of a tensor map; other parameters need 8 bytes
 
@@ -85,18 +87,19 @@ def capture(binary: Any, arguments: Sequence[Any], varying: Sequence[int], devic
 
     arguments: constant expressions included; addresses, numbers and descriptors, no tensors: nothing is kept alive, and descriptors are encoded with the
     addresses of now. varying: indices of those that each launch brings; they may be anything. None where that is not all that a launch needs (memory
-    made for each one, a cluster), or where the driver is too old to tell (before CUDA 12.4).
+    made for each one, a cluster), where the driver is too old to tell (before CUDA 12.4), or where anything else is not as expected: a launch by Triton's
+    own way has gone before, and the next one can too.
     """
-    run = binary.run
-    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False) or run.launch_pdl or run.num_ctas != 1:
-        return None
     marked = list(arguments)
     for i, place in enumerate(varying):
         marked[place] = _MARK + i
     try:
+        run = binary.run
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False) or run.launch_pdl or run.num_ctas != 1:
+            return None
         with _capturing:
             return _captured(binary, marked, len(varying), device_index)
-    except (DriverError, AttributeError):              # a function that this driver lacks
+    except (RuntimeError, AttributeError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -109,20 +112,21 @@ def ready_launch(binary: Any, arguments: Sequence[Any], varying: Sequence[int], 
 def _captured(binary: Any, marked: Sequence[Any], num_varying: int, device_index: int | None) -> Captured | None:
     """`capture` of arguments in which _MARK + i stands for the i-th that varies."""
     driver, stream, graph = library(), _capture_stream(device_index), ctypes.c_void_p()
-    _check(driver.cuStreamBeginCapture_v2(stream, _RELAXED), "cuStreamBeginCapture")
     try:
-        binary.run(1, 1, 1, stream.value, binary.function, binary.packed_metadata, None, None, None, *marked)
-    finally:
-        status = driver.cuStreamEndCapture(stream, ctypes.byref(graph))
-    _check(status, "cuStreamEndCapture")
-    try:
+        _check(driver.cuStreamBeginCapture_v2(stream, _RELAXED), "cuStreamBeginCapture")
+        try:
+            binary.run(1, 1, 1, stream.value, binary.function, binary.packed_metadata, None, None, None, *marked)
+        finally:
+            status = driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        _check(status, "cuStreamEndCapture")
         handle, count, node, attribute = ctypes.c_void_p(), ctypes.c_size_t(1), _Node(), (ctypes.c_int * 16)()
         _check(driver.cuGraphGetNodes(graph, ctypes.byref(handle), ctypes.byref(count)), "cuGraphGetNodes")
         _check(driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(node)), "cuGraphKernelNodeGetParams")
         _check(driver.cuGraphKernelNodeGetAttribute(handle, _COOPERATIVE, ctypes.byref(attribute)), "cuGraphKernelNodeGetAttribute")
         parameters = _copied(binary.function, node.parameters)
     finally:
-        driver.cuGraphDestroy(graph)
+        if graph:
+            driver.cuGraphDestroy(graph)
     values = [int.from_bytes(each, "little") if len(each) in (4, 8) else None for each in parameters]
     places = [[i for i, value in enumerate(values) if value == _MARK + mark] for mark in range(num_varying)]
     if any(len(found) != 1 for found in places):
@@ -134,10 +138,13 @@ def _copied(function: int, address: int) -> tuple[bytes, ...]:
     """The values of a kernel's parameters; address: of the list of their addresses."""
     contents: list[bytes] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while library().cuFuncGetParamInfo(ctypes.c_void_p(function), ctypes.c_size_t(len(contents)), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    while True:
+        status = library().cuFuncGetParamInfo(ctypes.c_void_p(function), ctypes.c_size_t(len(contents)), ctypes.byref(offset), ctypes.byref(size))
+        if status == _INVALID_VALUE:                   # there is no such parameter
+            return tuple(contents)
+        _check(status, "cuFuncGetParamInfo")
         where = ctypes.c_void_p.from_address(address + len(contents) * ctypes.sizeof(ctypes.c_void_p)).value
         contents.append(ctypes.string_at(where or 0, size.value))
-    return tuple(contents)
 
 
 class _Parameters:
@@ -159,7 +166,7 @@ class _Parameters:
 
     def write(self, values: Sequence[int]) -> None:
         """What varies, in the order of `capture`'s `varying`."""
-        for place, value in zip(self._varying, values):
+        for place, value in zip(self._varying, values, strict=True):
             place.value = value
 
 
@@ -199,11 +206,17 @@ class ReadyLaunch:
             _check(status, "cuLaunchKernelEx")
 
 
+def _destroy(name: str, handle: ctypes.c_void_p, process: int) -> None:
+    """Give a graph back, but not from a forked child, whose driver has none."""
+    if os.getpid() == process:
+        getattr(library(), name)(handle)
+
+
 class ReadyChain:
     """Kernels one after the other, launched together as one graph, which costs the host one launch. Not for streams that are being captured.
 
     kernels: (launch, blocks, what varies in it) of each. Making a chain may wait for the device; launching it never does. What is still running keeps the
-    values that it was launched with.
+    values that it was launched with. Raises DriverError where the driver refuses.
     """
 
     def __init__(self, kernels: Sequence[tuple[Captured, int, Sequence[int]]], device_index: int | None) -> None:
@@ -212,7 +225,7 @@ class ReadyChain:
             raise ValueError("a chain's kernels must not be cooperative")
         self._set, self._launch, self._lock = driver.cuGraphExecKernelNodeSetParams_v2, driver.cuGraphLaunch, threading.Lock()
         _check(driver.cuGraphCreate(ctypes.byref(graph), 0), "cuGraphCreate")
-        weakref.finalize(self, driver.cuGraphDestroy, graph).atexit = False
+        weakref.finalize(self, _destroy, "cuGraphDestroy", graph, os.getpid()).atexit = False
         self._parts: list[tuple[ctypes.c_void_p, _Parameters, _Node, Captured]] = []
         for kernel, blocks, varying in kernels:
             node, parameters = ctypes.c_void_p(), _Parameters(kernel)
@@ -223,8 +236,9 @@ class ReadyChain:
                    "cuGraphAddKernelNode")
             self._parts.append((node, parameters, what, kernel))
         _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(chain), graph, ctypes.c_ulonglong(0)), "cuGraphInstantiate")
-        weakref.finalize(self, driver.cuGraphExecDestroy, chain).atexit = False
-        _check(driver.cuGraphUpload(chain, _capture_stream(device_index)), "cuGraphUpload")      # the first launch would allocate
+        weakref.finalize(self, _destroy, "cuGraphExecDestroy", chain, os.getpid()).atexit = False
+        with _capturing:
+            _check(driver.cuGraphUpload(chain, _capture_stream(device_index)), "cuGraphUpload")      # the first launch would allocate
         self._chain = chain
 
     def __call__(self, stream: int, *changes: tuple[int, int, Sequence[int]]) -> None:

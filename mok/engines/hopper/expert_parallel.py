@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from ...waves import WaveCounts, wave_capacity
 from ..protocol import Grads, MainGrad, MoETensors, PassOptions, Saved, Wants
 from . import backward_launch, expert_parallel_backward, expert_parallel_plan_launch, launch, plan_kernel
 from .compat import current_stream, on_device
+from .driver import DriverError
 from .expert_parallel_plan import ids_words
 from .expert_parallel_plan_launch import GroupIds, ReadyGroupPlan, strides_fit
 from .forward import ForwardConfig
@@ -229,6 +231,7 @@ class FusedGroup:
         for typed in (ids, ids.long()):
             expert_parallel_plan_launch.load_exchange(typed, self._ids, self.debug)
             self._cut(plan_kernel.build_plan(self._ids.everybody, self.num_experts), typed)
+        for typed in (ids, ids.long()):
             self._keep_plan_ready(typed, chained=True)
         plan, tensors = self._smallest_pass()
         for save in (False, True):
@@ -270,7 +273,8 @@ class FusedGroup:
         ready = ReadyGroupPlan.of(self._ids, topk_ids, self.debug)
         if ready is not None:
             if chained:
-                ready.chain(topk_ids, next((other.block for other in self._ready_plans.values()), None))
+                with suppress(DriverError):                   # then they are five launches
+                    ready.chain(topk_ids, next((other.block for other in self._ready_plans.values()), None))
             self._ready_plans[topk_ids.dtype, self.debug] = ready
 
     def _cut(self, whole: RoutingPlan, topk_ids: Tensor) -> RoutingPlan:

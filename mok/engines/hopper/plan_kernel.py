@@ -14,7 +14,7 @@ x EXPERT_CLASSES; T, K, E and strides are run-time values that nothing specialis
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,6 +39,7 @@ MAX_READY = 1024                        # sizes and layouts of ids whose launche
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}     # no float here: fusion is named because Triton 3.9 warns where it is left open
 SCATTER_LAUNCH = {**LAUNCH, "num_warps": 1}
 _READY = "plan ready launches"
+_SEEN = "plan sizes seen once"
 _TOKENS_PER_EXPERT = 5                  # index of tokens_per_expert in RoutingPlan.tensors()
 _NOT_SPECIALIZED = ["num_slots", "top_k", "num_experts", "stride_token", "stride_k", "chunk_slots", "num_chunks", "capacity_tiles"]
 
@@ -187,8 +188,8 @@ def build_plan(topk_ids: Tensor, num_experts: int, *, block_m: int = BLOCK_M) ->
     # launches go to the current device, which need not be that of topk_ids
     with on_device(topk_ids) if topk_ids.is_cuda else nullcontext():
         run_launches(launches, variant, topk_ids.device.index)
-    if variant in runtime.scratch:
-        _keep_ready(_size(topk_ids, num_experts, block_m), ReadyPlan.of(plan, counts, runtime.scratch[variant], launches))
+        if variant in runtime.scratch:
+            _keep_ready(_size(topk_ids, num_experts, block_m), lambda: ReadyPlan.of(plan, counts, runtime.scratch[variant], launches))
     return plan
 
 
@@ -249,13 +250,22 @@ class ReadyPlan:
         return (chunks, (ids, error_word, counts)), (groups, (counts, maps[_TOKENS_PER_EXPERT])), (programs, (ids, counts, *maps))
 
 
-def _keep_ready(size: tuple, ready: ReadyPlan | None) -> None:
-    if ready is not None:
-        with runtime.lock:
-            kept = runtime.scratch.setdefault(_READY, {})
-            if len(kept) >= MAX_READY:
-                kept.clear()
-            kept[size] = ready
+def _keep_ready(size: tuple, make: Callable[[], ReadyPlan | None]) -> None:
+    """Keep what `make` gives the second time that ids of this size and layout come (sizes that never repeat cost nothing), also None: not to be asked again."""
+    with runtime.lock:
+        kept, seen = runtime.scratch.setdefault(_READY, {}), runtime.scratch.setdefault(_SEEN, set())
+        if size in kept:
+            return
+        if size not in seen:
+            if len(seen) >= MAX_READY:
+                seen.clear()
+            seen.add(size)
+            return
+    ready = make()
+    with runtime.lock:
+        if len(kept) >= MAX_READY:
+            kept.clear()
+        kept[size] = ready
 
 
 def run_launches(launches: tuple, variant: tuple | None, device_index: int | None) -> None:

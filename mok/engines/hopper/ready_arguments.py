@@ -55,10 +55,9 @@ def find_launch(key: Hashable) -> tuple[ReadyLaunch, int] | None:
 
 def keep_launch(key: Hashable, binary: Any, arguments: Sequence[Any], varying: Sequence[int], resident: int, device_index: int | None) -> None:
     """Make the launch of `binary` on the current device ready for `key`, where a list is kept for it and the driver can say what it takes."""
-    if key in runtime.scratch.get(_LISTS, {}):
+    if key in runtime.scratch.get(_LISTS, {}) and key not in runtime.scratch.get(_LAUNCHES, {}):
         ready = ready_launch(binary, arguments, varying, device_index)
-        if ready is not None:
-            _keep(_LAUNCHES, key, (ready, resident))
+        _keep(_LAUNCHES, key, None if ready is None else (ready, resident))      # None: not to be asked again
 
 
 def _keep(name: str, key: Hashable, value: Any) -> None:
