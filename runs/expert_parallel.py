@@ -178,12 +178,26 @@ def host_summary(ranks: list[dict[str, list[tuple[int, int]]]]) -> dict[str, Any
     return found
 
 
+def differing_from_one_rank(ours: list[torch.Tensor], ids: torch.Tensor, everything: Any, options: Any, dy: torch.Tensor | None, mine: slice,
+                            experts: slice) -> list[int]:
+    """How many tokens (of weights' gradients: experts) of a rank's y, and with dy of its gradients, are not what one rank's engine computes for all tokens."""
+    from mok.engines.hopper.engine import HopperEngine
+
+    engine = HopperEngine()
+    plan = engine.build_plan(ids, everything.w_down.shape[0])
+    y, saved = engine.forward(plan, everything, options)
+    wanted = [y[mine]]
+    if dy is not None:
+        dx, d_topk, d_up, d_down = gradients(engine, plan, everything, options, saved, dy)
+        wanted += [dx[mine], d_topk[mine], d_up[experts], d_down[experts]]
+    return [int((a != b).reshape(a.shape[0], -1).any(1).sum()) for a, b in zip(ours, wanted, strict=True)]
+
+
 def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool, backward: bool, minibatch_rows: list[int],
               count: int, blocks: int, results: Any) -> None:
     """One rank: build the group, compare with one rank's engine, time."""
     import mok
     from mok.config import Overlap
-    from mok.engines.hopper.engine import HopperEngine
     from mok.engines.protocol import MoETensors, PassOptions
     from mok.plan import experts_of_rank
 
@@ -224,17 +238,7 @@ def rank_body(rank: int, W: int, store: str, shape: tuple[int, ...], save: bool,
     torch.cuda.synchronize()
     mok.check()
     dist.barrier()
-    engine, everything = HopperEngine(), MoETensors(x, weights, up, down)
-    whole_plan = engine.build_plan(ids, E)
-    whole, whole_saved = engine.forward(whole_plan, everything, options)
-    wanted = [whole[mine]]
-    if backward:
-        dx, d_topk, d_up, d_down = gradients(engine, whole_plan, everything, options, whole_saved, dy)
-        wanted += [dx[mine], d_topk[mine], d_up[first:first + owned], d_down[first:first + owned]]
-        del dx, d_topk, d_up, d_down
-    torch.cuda.synchronize()
-    differing = [int((a != b).reshape(a.shape[0], -1).any(1).sum()) for a, b in zip(ours, wanted, strict=True)]      # tokens; of weights, experts
-    del whole, whole_saved, wanted
+    differing = differing_from_one_rank(ours, ids, MoETensors(x, weights, up, down), options, dy if backward else None, mine, slice(first, first + owned))
     torch.cuda.empty_cache()
     dist.barrier()
     times: dict[str, list[float]] = {name: [] for name in calls}
