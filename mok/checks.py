@@ -1,7 +1,8 @@
 """Argument checks of `mok.moe`: one ValueError for each misuse, naming the argument and both quantities."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .runtime import runtime
 
 MAX_PASSED = 4096           # calls that are remembered; all are forgotten when there are more, which shapes that never repeat would cause
 _PASSED = "calls that passed the checks"
+_NO_TENSORS: Mapping[str, Tensor | None] = MappingProxyType({})
 _NONE: frozenset[Hashable] = frozenset()       # unlike (), it hashes what it is asked for
 
 
@@ -135,8 +137,11 @@ def _check_shared(expert: SharedExpert, i: int, H: int) -> list[tuple[str, Tenso
     return named
 
 
-def check_main_grad(main_grad: tuple[Tensor, Tensor] | None, w_gate_up: Tensor, w_down: Tensor) -> None:
-    """Raise ValueError unless it is None or two contiguous fp32 accumulators of the (already checked) weights' shapes, on their device."""
+def check_main_grad(main_grad: tuple[Tensor, Tensor] | None, w_gate_up: Tensor, w_down: Tensor, others: Mapping[str, Tensor | None] = _NO_TENSORS) -> None:
+    """Raise ValueError unless it is None or two contiguous fp32 accumulators of the (already checked) weights' shapes, on their device, in memory of their own.
+
+    others: the layer's other inputs by name, which backward reads too.
+    """
     if main_grad is None:
         return
     if not isinstance(main_grad, (tuple, list)) or len(main_grad) != 2:
@@ -153,17 +158,17 @@ def check_main_grad(main_grad: tuple[Tensor, Tensor] | None, w_gate_up: Tensor, 
         if accumulator.requires_grad:
             raise ValueError(f"{name}.requires_grad=True must be False: backward adds into it in place")
     if not torch.compiler.is_compiling():                  # a traced tensor has no address
-        up, down = main_grad
-        for name, accumulator, others in (("main_grad[0]", up, {"main_grad[1]": down, "w_gate_up": w_gate_up, "w_down": w_down}),
-                                          ("main_grad[1]", down, {"w_gate_up": w_gate_up, "w_down": w_down})):
-            for other_name, other in others.items():
-                if _overlap(accumulator, other):
+        inputs = {"w_gate_up": w_gate_up, "w_down": w_down, **others}
+        for name, accumulator, read in (("main_grad[0]", main_grad[0], {"main_grad[1]": main_grad[1], **inputs}), ("main_grad[1]", main_grad[1], inputs)):
+            for other_name, other in read.items():
+                if other is not None and _overlap(accumulator, other):
                     raise ValueError(f"{name} must have memory of its own and shares some with {other_name}")
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    if not b.is_contiguous() or not {type(a), type(b)} <= {Tensor, torch.nn.Parameter} or a.device.type == "meta":
+    """Whether a's memory, which is contiguous, and the span from b's first element to its last have bytes in common."""
+    if not {type(a), type(b)} <= {Tensor, torch.nn.Parameter} or a.device.type == "meta" or b.device != a.device or b.numel() == 0:
         return False
     first, second = a.data_ptr(), b.data_ptr()
-    return first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
+    span = b.numel() if b.is_contiguous() else 1 + sum((size - 1) * stride for size, stride in zip(b.shape, b.stride()))
+    return first < second + span * b.element_size() and second < first + a.numel() * a.element_size()

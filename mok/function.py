@@ -70,7 +70,9 @@ def moe_with_counts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up
     try:
         if not passed:
             check_moe_arguments(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, shared)
-        check_main_grad(main_grad, w_gate_up, w_down)
+        if main_grad is not None:
+            parts = {f"shared[{i}].{name}": getattr(e, name) for i, e in enumerate(shared) for name in ("w_gate_up", "w_down", "gate_weight")}
+            check_main_grad(main_grad, w_gate_up, w_down, {"x": x, "topk_weights": topk_weights, "b_gate_up": b_gate_up, "b_down": b_down, **parts})
         dtype = compute_dtype(x)
         if not passed:
             check_settings(activation, swiglu_limit, precision, dtype, overlap, layer_key, recompute)

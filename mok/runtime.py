@@ -111,53 +111,54 @@ Task = Callable[[Scratch], None]
 
 
 class _Job:
-    """Tasks that several threads take from the front; the first exception ends it."""
+    """Tasks that several threads take from the front; the first exception ends it.
+
+    An interrupt (Ctrl-C) may come between any two steps of the thread that waits. So that thread takes no lock (an Event's or a Condition's may stay locked
+    for ever) and changes nothing but one flag: it sets `_cancelled`, then looks at `_running`; a worker adds itself to `_running`, then looks at `_cancelled`.
+    """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
         self.flush_denormal = _flushes_denormals()   # a mode of each thread: every task has the caller's, whichever thread runs it
-        self._lock = threading.Lock()
-        self._next = 0
-        self._left = len(tasks)
-        self._done = threading.Event()
+        self._lock = threading.Lock()                # of the workers
+        self._next = self._running = 0
+        self._cancelled = False
+        self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()      # something for each time that a worker saw all tasks ended
         self.error: BaseException | None = None
 
     def work(self, scratch: Scratch) -> None:
-        while True:
+        started = True
+        while started:
+            task = None
             with self._lock:
-                if self._next >= len(self._tasks):
-                    return
-                index, self._next = self._next, self._next + 1
+                self._running += 1                   # first: see above
+                if not self._cancelled and self._next < len(self._tasks):
+                    task, self._next = self._tasks[self._next], self._next + 1
+            started = task is not None
             try:
-                self._tasks[index](scratch)
+                if task is not None:
+                    task(scratch)
             except BaseException as error:   # handed to the thread that waits, whatever it is
-                self.cancel(error)
+                self.error = self.error or error
+                self._cancelled = True
+            task = None                              # it holds the pass's tensors
             with self._lock:
-                self._left -= 1
-                if self._left == 0:
-                    self._done.set()
+                self._running -= 1
+            if self._over():
+                self._ends.put(None)
 
-    def cancel(self, error: BaseException | None) -> None:
-        """No further task starts; `wait` still waits for those that run, because they write to the caller's tensors."""
-        with self._lock:
-            self.error = self.error or error
-            self._left -= len(self._tasks) - self._next
-            self._next = len(self._tasks)
-            if self._left == 0:
-                self._done.set()
+    def _over(self) -> bool:
+        """Whether no task runs and none will start."""
+        return (self._cancelled or self._next >= len(self._tasks)) and self._running == 0
+
+    def cancel(self) -> None:
+        """No further task starts; those that run write to the caller's tensors until they end."""
+        self._cancelled = True
 
     def wait(self) -> None:
-        interrupt: BaseException | None = None
-        while not self._done.is_set():
-            try:
-                self._done.wait()
-            except BaseException as error:   # Ctrl-C in the waiting thread, and again while it waits: the running tasks still write
-                interrupt = interrupt or error
-                self.cancel(None)
-        if interrupt is not None:
-            raise interrupt
-        if self.error is not None:
-            raise self.error
+        """Return when all tasks have ended or, after `cancel`, all that had started."""
+        while not self._over():
+            self._ends.get()
 
 
 def _flushes_denormals() -> bool:
@@ -188,16 +189,29 @@ class TilePool:
             return
         if self._pid != os.getpid():         # threads do not survive a fork
             self.__init__()                  # type: ignore[misc]
-        with self._lock:
-            missing = threads - len(self._scratch)
-            if missing > 0:
-                starter = threading.Thread(target=self._start, args=(missing,))
-                starter.start()
-                starter.join()
-        job = _Job(tasks)
-        for _ in range(threads):
-            self._queue.put(job)
-        job.wait()
+        if threads > len(self._scratch):
+            with self._lock:
+                missing = threads - len(self._scratch)
+                if missing > 0:
+                    starter = threading.Thread(target=self._start, args=(missing,))
+                    starter.start()
+                    starter.join()
+        job, interrupted = _Job(tasks), True
+        try:
+            for _ in range(threads):
+                self._queue.put(job)
+            job.wait()
+            interrupted = False
+        finally:
+            while interrupted:               # the running tasks still write, whatever comes while this waits for them
+                try:
+                    job.cancel()
+                    job.wait()
+                    interrupted = False
+                except BaseException:        # the first interrupt is the one that is raised
+                    continue
+        if job.error is not None:
+            raise job.error
 
     def num_bytes(self) -> int:
         """Bytes of scratch that the pool threads hold."""

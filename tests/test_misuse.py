@@ -236,6 +236,16 @@ def test_accumulators_that_share_memory():
     refused("main_grad[0]", mok.moe, **given | {"main_grad": (apart[0], flat[up.numel() - 1:-1].view(down.shape))})
     refused("main_grad[0]", mok.moe, **given | {"main_grad": (given["w_gate_up"], down)})
     refused("main_grad[1]", mok.moe, **given | {"main_grad": (up, given["w_down"].detach())})
+    # with inputs that are views of them: transposed, a part of their memory, any of the layer's
+    E, rows, H = up.shape
+    refused("main_grad[0]", mok.moe, **given | {"main_grad": (up, down), "w_gate_up": up.view(E, H, rows).transpose(1, 2)})
+    T, K = given["topk_ids"].shape
+    inside = {"x": up.view(-1)[:T * H].view(T, H), "topk_weights": up.view(-1)[-T * K:].view(T, K), "b_gate_up": up.view(-1)[7:7 + E * rows].view(E, rows),
+              "b_down": up[:, 0], "shared": [mok.SharedExpert(torch.randn(8, H), torch.randn(H, 4), up[0, 0])]}
+    for name, tensor in inside.items():
+        refused("main_grad[0]", mok.moe, **given | {"main_grad": (up, down), name: tensor})
+    wide = torch.zeros(E, 3, rows, H)                        # layers side by side, the accumulator's own block elsewhere
+    mok.moe(**given | {"main_grad": apart, "w_gate_up": wide[:, 1]})
 
 
 # ---- ExpertGroup ----

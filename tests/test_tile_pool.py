@@ -390,3 +390,49 @@ def test_a_second_interrupt_still_waits_for_running_tasks(pool):
     with pytest.raises(KeyboardInterrupt):
         pool.run([task], 1)
     assert ended.is_set()
+
+
+def test_an_interrupt_at_any_line_leaves_no_task_running(pool):
+    """KeyboardInterrupt before the n-th line that the calling thread runs of the pool's and of threading's code, for every n until none comes in time:
+    `run` raises it, and by then no task runs, none starts later, and the pool works on."""
+    state = {"left": 0, "raised": False}
+    running, started = [], []
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.endswith(("runtime.py", "threading.py")):
+            return None
+        if event == "line" and not state["raised"]:
+            state["left"] -= 1
+            if state["left"] < 0:
+                state["raised"] = True
+                raise KeyboardInterrupt
+        return trace
+
+    def task(scratch):
+        running.append(1)
+        started.append(1)
+        time.sleep(0.002)
+        running.pop()
+
+    pool.run([task] * 4, 2)                                  # its threads are there
+    interrupts, others = 0, set()
+    for n in range(200):
+        state.update(left=n, raised=False)
+        sys.settrace(trace)
+        try:
+            pool.run([task] * 4, 2)
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(None)
+        at_once = len(started)
+        assert not running, n
+        time.sleep(0.004)
+        assert len(started) == at_once, f"a task started after the interrupt before line {n} was raised"
+        if not state["raised"]:
+            break
+        others.add(n)
+    assert interrupts == len(others) > 15
+    found = []
+    pool.run([lambda scratch, i=i: found.append(i) for i in range(9)], 2)
+    assert sorted(found) == list(range(9))

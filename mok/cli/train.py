@@ -164,7 +164,8 @@ def _train(arguments: argparse.Namespace, output: Output, ranks: Ranks, device: 
         result["seconds"] = round(time.perf_counter() - started, 1)
         output.finish(result)
     if not finished and ranks.leads:
-        print(f"mok train: stopped after step {trainer.step} of {settings.steps}; continue with: mok train --resume {folder.path}", file=sys.stderr)
+        longer = f" --steps {settings.steps}" if arguments.resume and arguments.steps is not None else ""      # the run's own settings keep its first number
+        print(f"mok train: stopped after step {trainer.step} of {settings.steps}; continue with: mok train --resume {folder.path}{longer}", file=sys.stderr)
     return 0 if finished else 128 + signal.SIGINT
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from .ranks import Ranks
@@ -77,12 +78,24 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None
         return
     # The file's number is a tensor's number in this mapping, the number of files its largest; the last entry is of no tensor.
     files = {**dict.fromkeys(whole, ranks.rank + 1), "": ranks.size}
-    with _single_process_is_meant():
+    with _single_process_is_meant(), _causes_themselves():
         dcp.save(whole, storage_writer=_OwnFile(str(file.parent), files), no_dist=True)
     if not file.exists():
         raise OSError(f"torch.distributed.checkpoint did not write {file.name} but {sorted(f.name for f in file.parent.iterdir())}")
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
+
+
+@contextmanager
+def _causes_themselves() -> Iterator[None]:
+    """Raises what torch.distributed.checkpoint wraps in an exception of its own, a full disk say, where it is one thing that callers know."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()), (None,))[0]
+        if isinstance(cause, (OSError, KeyboardInterrupt, MemoryError)):
+            raise cause from error
+        raise
 
 
 def _write_index(folder: Path, files: list[str]) -> None:
@@ -124,7 +137,7 @@ def load_checkpoint(folder: Path, tensors: dict[str, Tensor], elsewhere: dict[st
         state = read_state(folder)
         _check_files(folder, state.get("files"), ranks)
         _check_tensors(folder, {**(elsewhere or {}), **tensors})
-        with _single_process_is_meant():
+        with _single_process_is_meant(), _causes_themselves():
             dcp.load(fresh, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     with torch.no_grad():
         for name, tensor in tensors.items():

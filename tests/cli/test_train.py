@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -327,3 +328,24 @@ def test_an_interrupted_command_ends_without_destructors(monkeypatch):
         with pytest.raises(SystemExit) as end:
             cli.command()
         assert (ends.pop() if ends else ("as usual", end.value.code)) == expected
+
+
+def test_a_stopped_longer_run_says_how_to_continue_it(finished, tmp_path: Path, monkeypatch, capsys):
+    """The run's own settings keep its first number of steps, which the longer run has passed."""
+    text, folder = finished
+    shutil.copytree(folder, tmp_path / "run")
+    stop = {"after": 2}
+
+    @contextmanager
+    def stopping(announce=True):
+        def seen():
+            stop["after"] -= 1
+            return stop["after"] < 0
+        yield seen
+
+    monkeypatch.setattr(train, "stop_on_signal", stopping)
+    assert main(["train", "--resume", str(tmp_path / "run"), "--data", str(text), "--steps", "30"]) == 130
+    advice = capsys.readouterr().err.splitlines()[-1].split("mok train --resume ")[1]
+    assert advice == f"{tmp_path / 'run'} --steps 30"
+    stop["after"] = 10**6
+    assert main(["train", "--resume", *advice.split(), "--data", str(text)]) == 0

@@ -47,6 +47,21 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_what_torch_wraps_while_writing_is_raised_itself(tmp_path: Path, monkeypatch, error):
+    """Callers know a full disk and Ctrl-C, not torch.distributed.checkpoint's exception around them; what else it wraps stays wrapped."""
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(checkpoint._OwnFile, "write_data", fail)
+    with pytest.raises(type(error)) as caught:
+        save_checkpoint(tmp_path / "step-1", example(), {"step": 1})
+    assert type(caught.value) is type(error) and list(tmp_path.iterdir()) == []
+    error = KeyError("another")
+    with pytest.raises(checkpoint.CheckpointException):
+        save_checkpoint(tmp_path / "step-1", example(), {"step": 1})
+
+
 def test_an_existing_checkpoint_is_not_overwritten(tmp_path: Path):
     save_checkpoint(tmp_path / "step-1", example(), {"step": 1})
     before = {p.name: p.read_bytes() for p in (tmp_path / "step-1").iterdir()}
