@@ -95,7 +95,7 @@ def given_settings(arguments: argparse.Namespace, device: Any) -> dict[str, Any]
     return given
 
 
-# Kept here so that --help does not import torch; a test compares them with TrainSettings.
+# Kept here so that --help does not import the trainer; a test compares them with TrainSettings.
 _DEFAULTS: dict[str, Any] = {
     "config": "small", "steps": 300, "seed": 0, "moe_impl": "engine", "batch_size": 16, "accumulate": 1, "learning_rate": 2e-3, "warmup_steps": 20,
     "weight_decay": 0.1, "grad_clip": 1.0, "eval_every": 100, "save_every": 100, "eval_tokens": 2**16,
