@@ -1,6 +1,6 @@
 """The CPU engine against bare torch.mm calls (docs/benchmarks/<date>-cpu.json): the method is in mok/bench.py.
 
-    PYTHONPATH=. python runs/bench_cpu.py --out docs/benchmarks/2026-11-30-cpu.json
+    PYTHONPATH=. python runs/bench_cpu.py --out OUT.json
 
 Last line of stdout: one JSON document, which --out also writes. Run it on a machine that does nothing else; on a shared one, with a real-time
 scheduler (`chrt -f 5`), short blocks and pauses between them. The record names the scheduler.
