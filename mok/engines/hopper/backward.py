@@ -59,6 +59,7 @@ from .backward_tasks import (
 from .backward_waves import Carry, backward_schedule_of_wave
 from .compat import reinterpret, thread_barrier
 from .expert_parallel_backward_move import group_mover, stage_gradients
+from .expert_parallel_send import Homes
 from .gemm import SET_HEADER, SET_TASKS
 from .peers import tell_abort
 from .sync import (
@@ -210,8 +211,10 @@ def words_before_staging(s, capacity, num_shared):
 
 
 @gluon.jit
-def _run_roles(s, rows, flags, shares, memory, bias_up, load_descs, store_descs, shared_results_row, recomputed, sources, waves, settings: gl.constexpr):
-    """All roles of a CTA, from the first task to the last. shares: the producer's rows, with waves this one's share, and the movers' sums.
+def _run_roles(s, rows, flags, shares, memory, bias_up, load_descs, store_descs, shared_results_row, homes, recomputed, sources, waves,
+               settings: gl.constexpr):
+    """All roles of a CTA, from the first task to the last. shares: the producer's rows, with waves this one's share, and the movers' sums; homes: with EP,
+    where rows of dx go.
 
     settings: ACT, STAGGER, COPY_ROWS_AT_ONCE, EP, RECOMPUTE, DEBUG, OMIT, MOVER_WARPS, registers of consumers and of the other roles.
     """
@@ -234,7 +237,8 @@ def _run_roles(s, rows, flags, shares, memory, bias_up, load_descs, store_descs,
         (consume, (s, rows, flags, pipe, tasks, out_0, bias_up, waves, 0, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
         (consume, (s, rows, flags, pipe, tasks, out_1, bias_up, waves, 1, ACT, STAGGER, EP, RECOMPUTE, OMIT, DEBUG)),
         (producer, (s, here, flags, pipe, tasks, routed, shared_0, shared_1, tokens_desc, waves, RECOMPUTE, DEBUG)),
-        (storer, (s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, recomputed, RECOMPUTE, DEBUG)),
+        (storer, (s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, homes, recomputed, EP, RECOMPUTE,
+                  DEBUG)),
         (_mover, (s, rows, flags, m, dy, x, dy_rows, x_rows, pass_number, waves, COPY_ROWS_AT_ONCE, MOVER_WARPS, EP, RECOMPUTE, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
@@ -267,6 +271,8 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
     tasks = Tasks(gl.allocate_shared_memory(gl.int32, [4 * QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
                   gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER))
     _init_barriers(pipe, tasks, out_0, out_1, False)
+    if EP:
+        slots = gl.allocate_shared_memory(gl.int64, [TILE_M], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
     # Widths in sixteenths, as the arguments have them: multiplied up by each role (`own`), the compiler knows that rows start at multiples of 16 elements
     # without specialising on the sizes, and nothing that arithmetic made has to be kept for the roles.
@@ -309,13 +315,15 @@ def _backward_kernel(dy_rows_desc, x_rows_desc, z_desc, dz_desc, wh_desc, up_des
             here = Rows(tile_to_expert + begin, expert_offsets, tokens_per_expert, row_to_slot + begin * TILE_M, row_weights, gates, features, partials,
                         main_up, main_down, activation, limit)
             thread_barrier()                             # what these read came through memory that the roles' arguments are about to fill
-            _run_roles(part, rows, flags, (here, m), memory, bias_up, load_descs, store_descs, shared_results_row, (z_again_desc, shared_z_0, shared_z_1),
-                       sources, waves, SETTINGS)
+            homes = Homes(slots, results, here.row_to_slot, row_to_rank + begin * TILE_M)
+            _run_roles(part, rows, flags, (here, m), memory, bias_up, load_descs, store_descs, shared_results_row, homes,
+                       (z_again_desc, shared_z_0, shared_z_1), sources, waves, SETTINGS)
             wave = wave_index(w, 4) + 1
         s = own(backward_schedule_of_wave(widths, T, num_shared, group_tiles, wants, tile_to_expert, expert_offsets, E, w, 4))
     else:
         recomputed = (z_desc, shared_z_0, shared_z_1) if RECOMPUTE else ()
-        _run_roles(s, rows, flags, (rows, m), memory, bias_up, load_descs, store_descs, shared_results_row, recomputed, sources, (), SETTINGS)
+        homes = Homes(slots, results, row_to_slot, row_to_rank) if EP else ()
+        _run_roles(s, rows, flags, (rows, m), memory, bias_up, load_descs, store_descs, shared_results_row, homes, recomputed, sources, (), SETTINGS)
         # Made anew: kept through the roles, it would take the consumer's registers.
         s = own(make_schedule(H_16, I_16, shared_I_16_0, shared_I_16_1, fresh(T), gl.load(num_tiles_ptr, volatile=True), fresh(E), fresh(num_shared),
                               fresh(group_tiles), fresh(wants), RECOMPUTE))

@@ -89,8 +89,11 @@ def carry_words(H: int, I: int) -> int:
 
 
 def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], wants: Wants, recompute: bool = False,
-                     waves: bool = False) -> BackwardScratch:
-    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x; waves: that of all waves but the first."""
+                     waves: bool = False, several_ranks: bool = False) -> BackwardScratch:
+    """Sizes of the scratch that these gradients need. recompute: z is made in the launch, from rows of x; waves: that of all waves but the first.
+
+    several_ranks: rows of dx go into their slots at home instead of to results.
+    """
     product = wants.x or wants.topk_weights or wants.w_gate_up or wants.b_gate_up
     token_rows = -(-T // TILE) * TILE
     count, widest = len(shared_widths), -(-max(shared_widths, default=0) // CHUNK) * CHUNK
@@ -102,7 +105,7 @@ def backward_scratch(T: int, H: int, I: int, rows: int, shared_widths: Sequence[
         x_rows=rows * H if wants.w_gate_up or z_again else 0,
         dz=rows * 2 * I if wants.x or wants.w_gate_up or wants.b_gate_up else 0,
         wh=rows * I if wants.w_down else 0,
-        results=(rows + count * token_rows) * H if wants.x else 0,
+        results=(rows * (not several_ranks) + count * token_rows) * H if wants.x else 0,
         shared_dz=count * token_rows * 2 * widest if shared_product else 0,
         shared_wh=count * token_rows * widest if any(down for _, down, _ in wants.shared) else 0,
         partials=rows * -(-I // COLUMN_TILE) + token_rows * columns,
@@ -214,8 +217,9 @@ def _buffers(plan: RoutingPlan, tensors: MoETensors, wants: Wants, recompute: bo
 
 
 @lru_cache(maxsize=4096)
-def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool, waves: bool = False) -> BackwardScratch:
-    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute, waves)
+def _scratch_of(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], wants: Wants, recompute: bool, waves: bool = False,
+                several_ranks: bool = False) -> BackwardScratch:
+    return backward_scratch(T, H, I, rows, shared_widths, wants, recompute, waves, several_ranks)
 
 
 @lru_cache(maxsize=4096)
@@ -251,7 +255,7 @@ def _set_words(state: Tensor) -> int:
 
 def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, saved: Saved, dy: Tensor, wants: Wants, main_grad: MainGrad | None,
                grads: Grads, group_tiles: int, sizes: BackwardScratch, narrow: Tensor, wide: Tensor, state: Tensor,
-               recompute: bool, waves: bool = False) -> list[Any]:
+               recompute: bool, waves: bool = False, several_ranks: bool = False) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     dy = rows_readable(dy, for_tma=bool(tensors.shared))
@@ -276,7 +280,8 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
     for name, buffer, width in (("dy_rows_desc", dy_rows, H), ("x_rows_desc", x_rows, H), ("wh_desc", wh, I)):
         boxes[name] = (buffer, (rows, width), (width, 1))
     boxes["dz_desc"] = (dz, (2, rows, I), (I, 2 * I, 1))
-    boxes["results_desc"] = (results, (rows + count * token_tiles * TILE, H), (H, 1))
+    routed_results = 0 if several_ranks else rows
+    boxes["results_desc"] = (results, (routed_results + count * token_tiles * TILE, H), (H, 1))
     if grads.w_gate_up is not None:
         boxes["up_grad_desc"] = (grads.w_gate_up, (E, 2, I, H), (2 * I * H, I * H, H, 1))
     if grads.w_down is not None:
@@ -305,7 +310,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, sav
         "num_tiles_ptr": plan.num_tiles, "state": state, "T": T, "K": tensors.topk_weights.shape[1], "E": E, "H_16": H // 16, "I_16": I // 16,
         "shared_I_16_0": widths[0] // 16 if count else 0, "shared_I_16_1": widths[1] // 16 if count > 1 else 0, "num_shared": count,
         "x_stride_8": x.stride(0) // 8, "dy_stride_8": dy.stride(0) // 8, "capacity": rows // TILE, "set_words": _set_words(state),
-        "group_tiles": group_tiles, "shared_results_row": rows, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0)
+        "group_tiles": group_tiles, "shared_results_row": routed_results, "features": gated | (4 if has_b_down else 0) | (8 if main_grad else 0)
         | (16 if has_b_up else 0),
         "wants": want_bits(wants), "activation": ACTIVATION_IDS[options.activation], "limit": float(limit),
         "b_up": tensors.b_gate_up.contiguous() if has_b_up and tensors.b_gate_up is not None else None,

@@ -33,7 +33,8 @@ from .backward_tasks import (
     width_of,
 )
 from .compat import thread_barrier, tma_store, tma_store_wait
-from .sync import add_release, apart, fence_proxy, nap, stores_complete
+from .expert_parallel_send import find_homes, send_chunk
+from .sync import add_release, apart, count_system, fence_proxy, nap, stores_complete
 
 
 @gluon.jit
@@ -76,6 +77,30 @@ def _store_both(desc, part, half, row, column, pipe, it, out_0, out_1, handed, i
 
 
 @gluon.jit
+def _send_result(homes, H, first, column, pipe, stage, out, handed, idle, WG: gl.constexpr):
+    """`_store_result` of a routed row's dx on several ranks: into the rows' slots at home."""
+    mbarrier.wait(out.full, handed & 1)
+    if idle == 0:
+        send_chunk(homes, out.chunks.index(0), first, column, H)
+        send_chunk(homes, out.chunks.index(1), first, column + CHUNK, H)
+        send_chunk(homes, pipe.a.index(2 * stage + WG), first, column + 2 * CHUNK, H)
+        send_chunk(homes, pipe.chunks.index(4 * stage + WG), first, column + 3 * CHUNK, H)
+
+
+@gluon.jit
+def _send_both(homes, H, column, pipe, it, out_0, out_1, handed, idle):
+    """`_store_both` of a routed row's dx on several ranks."""
+    stage = stage_of(it)
+    _send_result(homes, H, 0, column, pipe, stage, out_0, handed, it < 0, 0)
+    thread_barrier()                     # every lane has read the buffers before one gives them back
+    mbarrier.arrive(out_0.empty)
+    _send_result(homes, H, CHUNK, column, pipe, stage, out_1, handed, idle, 1)
+    thread_barrier()
+    mbarrier.arrive(out_1.empty)
+    mbarrier.arrive(pipe.load_empty.index(stage), count=2)
+
+
+@gluon.jit
 def _store_z_step(dz_desc, wh_desc, want_dz, want_wh, row, column, stage, pipe, idle):
     """dz_gate, dz_up and w*h of one z-step, out of the stage where the consumers left them."""
     for w in gl.static_range(2):
@@ -88,12 +113,12 @@ def _store_z_step(dz_desc, wh_desc, want_dz, want_wh, row, column, stage, pipe, 
 
 
 @gluon.jit
-def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, recomputed,
-           RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
+def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_grads, down_grads, shared_results_row, homes, recomputed,
+           EP: gl.constexpr, RECOMPUTE: gl.constexpr, DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
 
     hidden = (dz, wh, shared dz, shared wh); up_grads, down_grads = descriptors of (routed, shared 0, shared 1) weight gradients; recomputed = those of
-    z, with RECOMPUTE.
+    z, with RECOMPUTE. With EP, dx of routed rows goes into their slots at home; homes says where those are.
     """
     s = own(s)
     dz_desc, wh_desc, shared_dz_desc, shared_wh_desc = hidden
@@ -155,13 +180,18 @@ def storer(s, rows, flags, pipe, tasks, out_0, out_1, hidden, results_desc, up_g
             handed += 1
             it += 1
         elif kind == DX:
-            result_row = row + gl.where(slot < 0, 0, shared_results_row)
-            _store_both(results_desc, 0, 0, result_row, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
-            handed = apart(handed, "results_desc")
-            stores_complete(tile)
-            fence_proxy(tile)
-            thread_barrier()
-            add_release(flags.totals + DX_DONE, 1)
+            if EP and slot < 0:
+                find_homes(homes, flags.control, tile, s.H)
+                _send_both(homes, s.H, column * TILE_N, pipe, it, out_0, out_1, handed, idle)
+                count_system(flags.totals + DX_DONE)                 # rule 3: the barrier behind the stores stands in _send_both
+            else:
+                result_row = row + gl.where(slot < 0, 0, shared_results_row)
+                _store_both(results_desc, 0, 0, result_row, column * TILE_N, pipe, it, out_0, out_1, handed, idle, 2)
+                handed = apart(handed, "results_desc")
+                stores_complete(tile)
+                fence_proxy(tile)
+                thread_barrier()
+                add_release(flags.totals + DX_DONE, 1)
             handed += 1
             it += 1
         elif has_store_step(rows, kind, slot, bits, RECOMPUTE):

@@ -134,7 +134,7 @@ def _buffers(plan: RoutingPlan, tensors: MoETensors, T: int, wants: Wants, optio
     x, rows = tensors.x, plan.num_rows
     widths = tuple([expert.w_down.shape[1] for expert in tensors.shared])
     sizes = backward_launch._scratch_of(T, x.shape[1], tensors.w_down.shape[2], rows, widths, wants, options.recompute is not None,
-                                        group.wave_tiles is not None)
+                                        group.wave_tiles is not None, True)
     if wants.b_down and not sizes.dy_rows:
         sizes = replace(sizes, dy_rows=rows * x.shape[1])
     return (sizes, new_empty(x, (sizes.narrow,), x.dtype), new_empty(x, (sizes.wide,), torch.float32)), new_empty(x, (rows,), torch.float32)
@@ -149,6 +149,6 @@ def _group_arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOption
     counters = 2 * row_tiles + (count + 1) * token_tiles + tensors.w_down.shape[0] + EXTRA_COUNTERS
     counters += (1 + row_tiles + count * token_tiles) * (recompute or waves)
     assert SET_HEADER.value + counters <= _set_words(group.state), "the group's control block was made for the worst case"
-    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, recompute, waves)
+    arguments = _arguments(plan, tensors, options, saved, dy, wants, main_grad, grads, group_tiles, *buffers, group.state, recompute, waves, True)
     arguments[_PASS_NUMBER], arguments[_ROW_WEIGHTS] = pass_number, row_weights
     return arguments

@@ -53,7 +53,8 @@ from .backward_tasks import (
 )
 from .backward_waves import backward_schedule_of_wave
 from .compat import thread_barrier
-from .expert_parallel_move import home_of, push_rows, stage_rows
+from .expert_parallel_move import stage_rows
+from .expert_parallel_send import home_of
 from .peers import (
     GRADS_PASS,
     GRADS_READY,
@@ -229,25 +230,15 @@ def _of_wave(launch, waves, NW: gl.constexpr, RECOMPUTE: gl.constexpr):
 
 
 @gluon.jit
-def _push_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
-    """This rank's results to their homes; a CTA's share of them."""
+def _send_home(s, rows, flags, m, dy_rows, NW: gl.constexpr, DEBUG: gl.constexpr):
+    """Push this rank's gradients of routing weights to their homes, tell all ranks once rows of dx are there too, and wait until all have told."""
+    epoch = _epoch(flags.control)
     if (s.wants & WANT_TOPK) != 0:
         _push_weight_gradients(s, rows, flags, m, dy_rows, NW)
     if (s.wants & WANT_X) != 0:
-        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
-        thread_barrier()                      # rule 2, reader without TMA, as everywhere in these sums
-        for piece in range(this_cta(s.T), s.num_tiles * COPY_PARTS, grid_size(s.T)):
-            nap(piece + 17, DEBUG)
-            alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
-            push_rows(s, m.dx, m.results, rows.row_to_slot, m.row_to_rank, flags.control, piece, alive, VECTORS, NW)
+        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)      # each counted behind its rows at home (storer)
+    nap(s.num_tiles + 17, DEBUG)
     thread_barrier()                          # the role's pulls and pushes before its arrival, whomever that tells
-
-
-@gluon.jit
-def _send_home(s, rows, flags, m, dy_rows, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
-    """Push this rank's results to their homes, tell all ranks, and wait until all have told."""
-    epoch = _epoch(flags.control)
-    _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
     sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
     # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
     if (sent == grid_size(s.T) - 1) & (load_acquire(flags.control + fresh(CONTROL_ABORT)) == 0):
@@ -303,16 +294,18 @@ def group_mover(s, rows, flags, m, x, dy_rows, x_rows, number, waves, COPY_ROWS_
     wait_at_least(flags.totals + DH_DONE, all_dh_tasks(s), flags.control, WAIT_ALL_DH, s.T)
     thread_barrier()
     if RECOMPUTE == Z_AGAIN and is_last(waves[0].wave, NW) == 0:
-        _end_wave(launch, flags, dy_rows, waves, VECTORS, NW, DEBUG)
+        _end_wave(launch, flags, dy_rows, waves, NW)
     else:
         _end_pass(launch, flags, x, dy_rows, waves, VECTORS, NW, RECOMPUTE, DEBUG)
 
 
 @gluon.jit
-def _end_wave(launch, flags, dy_rows, waves, VECTORS: gl.constexpr, NW: gl.constexpr, DEBUG: gl.constexpr):
+def _end_wave(launch, flags, dy_rows, waves, NW: gl.constexpr):
     """The end of a wave that others follow: pushes, and the sums over rows that the next one goes on with. Nobody is told, nothing is summed at home."""
     s, rows, m = _of_wave(launch, waves, NW, Z_AGAIN)
-    _push_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
+    if (s.wants & WANT_TOPK) != 0:
+        _push_weight_gradients(s, rows, flags, m, dy_rows, NW)
+    thread_barrier()                          # the role's pulls before its arrival
     s, rows, m = _of_wave(launch, waves, NW, Z_AGAIN)
     if (s.wants & (WANT_BIAS_UP | WANT_BIAS_DOWN)) != 0:
         add_release(flags.x_ready + m.num_experts + 1, 1)
@@ -328,7 +321,7 @@ def _end_pass(launch, flags, x, dy_rows, waves, VECTORS: gl.constexpr, NW: gl.co
     if gated(rows) != 0:
         _gate_slopes(s, rows, flags, m, NW)
     s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
-    _send_home(s, rows, flags, m, dy_rows, VECTORS, NW, DEBUG)
+    _send_home(s, rows, flags, m, dy_rows, NW, DEBUG)
     s, rows, m = _of_wave(launch, waves, NW, RECOMPUTE)
     if (s.wants & WANT_TOPK) != 0:
         _take_weight_gradients(s, flags, m, NW)

@@ -11,11 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .compat import thread_barrier
-from .gemm import COPY_PARTS, SET_LISTED, SET_STAGED, hidden_ready, results_ready, rows_ready
+from .gemm import COPY_PARTS, SET_LISTED, SET_STAGED, hidden_ready, rows_ready
 from .move import COPY_ROWS, LATE, TICKET_TOKENS, Tokens, behind, copy_piece, room_for, sum_round, take, tickets_of
-from .peers import OWN_X, PEER_PAGE, PEER_SLOTS, TOKEN_ARRIVED, X_READY, own_page, peers_of, rows_at, signal_all, wait_for_all, watch_peers, word_of
+from .peers import OWN_X, TOKEN_ARRIVED, X_READY, own_page, peers_of, rows_at, signal_all, wait_for_all, watch_peers
 from .sync import (
-    CONTROL_ABORT,
     WAIT_PEER_ROWS,
     WAIT_RESULTS,
     WAIT_ROW_SLOT,
@@ -71,53 +70,6 @@ def stage_tokens(s, t, flags, VECTORS: gl.constexpr, DEBUG: gl.constexpr):
 
 
 @gluon.jit
-def home_of(row_to_slot, row_to_rank, row):
-    """(whether there is one, home rank, slot there) of the result in a plan row."""
-    slot = gl.load(row_to_slot + row)
-    return slot >= 0, gl.maximum(gl.load(row_to_rank + row), 0), gl.maximum(slot, 0)
-
-
-@gluon.jit
-def _push_target(s, base, row_to_slot, row_to_rank, control, row):
-    valid, home, slot = home_of(row_to_slot, row_to_rank, row)
-    return valid, rows_at(base, gl.load(peers_of(control) + PEER_SLOTS + home)) + slot.to(gl.int64) * s.H
-
-
-@gluon.jit
-def push_rows(s, base, results, row_to_slot, row_to_rank, control, piece, alive, VECTORS: gl.constexpr, NW: gl.constexpr):
-    """16 results from this rank's rows into their slots at home; base: a kernel argument that is as aligned as those (peers.rows_at)."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
-    COLUMNS: gl.constexpr = 256 * VECTORS
-    rows = gl.arange(0, NW, layout=gl.SliceLayout(1, L))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-    valid, target = _push_target(s, base, row_to_slot, row_to_rank, control, piece * COPY_ROWS + rows)
-    for j in range(0, COPY_ROWS, NW):
-        ahead = piece * COPY_ROWS + gl.minimum(j + NW, COPY_ROWS - NW) + rows
-        next_valid, next_target = _push_target(s, base, row_to_slot, row_to_rank, control, ahead)
-        source = results + (piece * COPY_ROWS + j + rows).to(gl.int64) * s.H
-        for c in range(0, fresh(s.H), COLUMNS):
-            mask = (valid & alive)[:, None] & ((c + columns) < s.H)[None, :]
-            value = gl.load(source[:, None] + (c + columns)[None, :], mask=mask, other=0.0)
-            gl.store(target[:, None] + (c + columns)[None, :], value, mask=mask)
-        valid, target = next_valid, next_target
-
-
-@gluon.jit
-def _push_piece(s, t, flags, piece, VECTORS: gl.constexpr, NW: gl.constexpr):
-    """16 results from this rank's rows into their slots at home, then each token's counter there is told (rule 3).
-
-    After an abort nothing is written: the peers' launches may be over, and their buffers in other use.
-    """
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    alive = gl.load(flags.control + fresh(CONTROL_ABORT), volatile=True) == 0
-    push_rows(s, t.out, t.results, t.row_to_slot, t.row_to_rank, flags.control, piece, alive, VECTORS, NW)
-    thread_barrier()                          # every warp's stores before the release of any counter
-    there, home, slot = home_of(t.row_to_slot, t.row_to_rank, piece * COPY_ROWS + gl.arange(0, COPY_ROWS, layout=FLAT))
-    counter = word_of(gl.load(peers_of(flags.control) + PEER_PAGE + home), TOKEN_ARRIVED + slot // fresh(t.K))
-    gl.atomic_add(counter, slot * 0 + 1, mask=there & alive, sem="release", scope="sys")
-
-
-@gluon.jit
 def tokens_of_wave(t, w, NW: gl.constexpr):
     """t of a launch with waves, from this wave's first row on."""
     first_row = first_tile(w, NW) * BLOCK_M
@@ -128,7 +80,7 @@ def tokens_of_wave(t, w, NW: gl.constexpr):
 @gluon.jit
 def group_mover(s, flags, t, ring, w, COPY_VECTORS: gl.constexpr, VECTORS: gl.constexpr, NW: gl.constexpr, WAVES: gl.constexpr, OMIT: gl.constexpr,
                 DEBUG: gl.constexpr):
-    """Pulls while the ring has room, else pushes what is finished, else sums what is complete; blocks on none of them.
+    """What `mover` does on one rank: pulls while the ring has room, else sums what is complete; never blocks on one while it could do the other.
 
     Before the kernel ends, every signal that peers send has been waited for (rule 5): x_ready of all ranks, all results of all tokens. The latter also
     say that this rank's rows of x have been pulled, for each result needs its row: the next launch may stage over them without asking.
@@ -140,24 +92,21 @@ def group_mover(s, flags, t, ring, w, COPY_VECTORS: gl.constexpr, VECTORS: gl.co
     if WAVES:
         t = tokens_of_wave(t, w, NW)      # made here: brought along, its two addresses lie on the stack while the role waits (Triton 3.9)
     piece = gl.program_id(0)
-    push = piece
     ticket = piece * 0 - 1                # none taken yet
     if WAVES:
         ticket = gl.where(fresh(s.T) > 0, ticket, 0)      # no token is summed in this wave: there is no list to wait for
     done = piece * 0
     since = clock(ticket)
-    while (push < pieces) | (ticket < tickets_of(s)):
+    while (piece < pieces) | (ticket < tickets_of(s)):
         tile = piece // COPY_PARTS
         room = (piece < pieces).to(gl.int32)
         if (piece < pieces) & (tile >= s.row_ring):
             # Rule 6: hidden_ready of the tile that held this place says that its rows have been read by all their GEMM tasks.
             room = room_for(flags, hidden_ready(flags) + (tile - s.row_ring), up_columns_of(s, tile * 0 - 1), since, NW)
-        finished = piece * 0
-        if (room != 1) & (push < pieces):
-            finished = room_for(flags, results_ready(flags) + push // COPY_PARTS, down_columns(s), since, NW)
-        if (room == LATE) | (finished == LATE):
+        if room == LATE:
             report_timeout(flags.control, WAIT_ROW_SLOT, tile, tile * 0, piece)
-        if room == 1:
+            room = room * 0
+        if room != 0:
             nap(piece + 11, DEBUG)
             if OMIT != 1:
                 copy_piece(s, t, flags.control, ring, piece, tile % s.row_ring * BLOCK_M + piece % COPY_PARTS * COPY_ROWS, COPY_VECTORS, NW, True)
@@ -166,12 +115,7 @@ def group_mover(s, flags, t, ring, w, COPY_VECTORS: gl.constexpr, VECTORS: gl.co
             add_release(rows_ready(flags) + tile, 1)
             piece += grid
             since = clock(piece)
-        elif finished == 1:
-            nap(push + 12, DEBUG)
-            _push_piece(s, t, flags, push, COPY_VECTORS, NW)
-            push += grid
-            since = clock(push)
-        elif (push >= pieces) & (ticket < tickets_of(s)):
+        elif (piece >= pieces) & (ticket < tickets_of(s)):
             lack = ticket * 0
             if ticket < 0:
                 lack = room_for(flags, flags.counters + SET_LISTED, grid, since, NW) ^ 1       # 0 when the list is there

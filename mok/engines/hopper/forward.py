@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .compat import thread_barrier
 from .expert_parallel_move import group_mover, stage_tokens, tokens_of_wave
+from .expert_parallel_send import Homes
 from .gemm import CHUNK, NUM_STAGES, QUEUE, SET_HEADER, SET_TASKS, Flags, OutPipe, Pipe, TaskQueue, consume, producer, storer
 from .move import Tokens, finish_combine, list_tokens, mover
 from .peers import tell_abort
@@ -161,9 +162,10 @@ def _init_barriers(pipe, queue, out_0, out_1, AGAIN: gl.constexpr):
 
 
 @gluon.jit
-def _run_roles(s, flags, t, part, memory, biases, activation, limit, load_descs, store_descs, ring, tile_to_expert, tickets, w,
+def _run_roles(s, flags, t, part, memory, biases, activation, limit, load_descs, store_descs, ring, tile_to_expert, tickets, homes, w,
                settings: gl.constexpr):
-    """All roles of a CTA, from the first task to the last. part: a wave's share of the launch's s, t and tile_to_expert; w: the wave.
+    """All roles of a CTA, from the first task to the last. part: a wave's share of the launch's s, t and tile_to_expert; w: the wave; homes: with EP,
+    where its results go.
 
     settings: SAVE_Z, STAGGER, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, WAVES, OMIT, DEBUG, and registers of consumers and of the other roles.
     """
@@ -184,7 +186,7 @@ def _run_roles(s, flags, t, part, memory, biases, activation, limit, load_descs,
         (_consumer, (s, flags, pipe, queue, out_0, t, biases, activation, limit, tile_to_expert, w, 0, SAVE_Z, STAGGER, SUM_VECTORS, EP, WAVES, OMIT, DEBUG)),
         (_consumer, (s, flags, pipe, queue, out_1, t, biases, activation, limit, tile_to_expert, w, 1, SAVE_Z, STAGGER, SUM_VECTORS, EP, WAVES, OMIT, DEBUG)),
         (producer, (s_part, flags, pipe, queue, load_descs, tiles_part, t_part.row_to_slot, tickets, DEBUG)),
-        (storer, (s_part, flags, queue, out_0, out_1, store_descs, t.shared_results_row, w, SAVE_Z, WAVES, DEBUG)),
+        (storer, (s_part, flags, queue, out_0, out_1, store_descs, t.shared_results_row, homes, t.K, w, SAVE_Z, EP, WAVES, DEBUG)),
         (_mover, (s_part, flags, t, ring, w, COPY_VECTORS, SUM_VECTORS, MOVER_WARPS, EP, WAVES, OMIT, DEBUG)),
     ], [4, 1, 1, MOVER_WARPS], [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])
 
@@ -212,6 +214,8 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
     queue = TaskQueue(gl.allocate_shared_memory(gl.int32, [3 * QUEUE, 1], BARRIER), gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER),
                       gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BARRIER))
     _init_barriers(pipe, queue, out_0, out_1, False)
+    if EP:
+        slots = gl.allocate_shared_memory(gl.int64, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
     counters, epoch = _begin_launch(state, capacity)
     memory = (pipe, queue, out_0, out_1)
@@ -233,10 +237,15 @@ def _forward_kernel(rows_desc, up_desc, hidden_desc, hidden_store_desc, down_des
             here = tokens_of_wave(t, w, 4)
             thread_barrier()                             # what these read came through memory that the roles' arguments are about to fill
             _run_roles(s, flags, t, (schedule_of_wave(s, w, 4), here, tile_to_expert + first_tile(w, 4)), memory, biases, activation, limit, load_descs,
-                       store_descs, ring, tile_to_expert, tickets, w, SETTINGS)
+                       store_descs, ring, tile_to_expert, tickets, Homes(slots, out, here.row_to_slot, here.row_to_rank), w, SETTINGS)
             wave = wave_index(w, 4) + 1
+    elif EP:
+        homes = Homes(slots, out, row_to_slot, row_to_rank)
+        _run_roles(s, flags, t, (s, t, tile_to_expert), memory, biases, activation, limit, load_descs, store_descs, ring, tile_to_expert, tickets, homes, (),
+                   SETTINGS)
     else:
-        _run_roles(s, flags, t, (s, t, tile_to_expert), memory, biases, activation, limit, load_descs, store_descs, ring, tile_to_expert, tickets, (), SETTINGS)
+        _run_roles(s, flags, t, (s, t, tile_to_expert), memory, biases, activation, limit, load_descs, store_descs, ring, tile_to_expert, tickets, (), (),
+                   SETTINGS)
     _poison_after_abort(state, out, T, H)
     if EP and gl.load(state + CONTROL_ABORT, volatile=True) != 0:
         tell_abort(state)

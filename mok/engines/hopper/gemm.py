@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .compat import aggregate, thread_barrier, tma_load, tma_store, tma_store_wait
+from .expert_parallel_send import find_homes, send_chunk, tell_homes
 from .sync import (
     WAIT_HIDDEN,
     WAIT_HIDDEN_SLOT,
@@ -514,8 +515,25 @@ def _store_half(down, slot, rows, column, descs, out, ot, SAVE_Z: gl.constexpr):
 
 
 @gluon.jit
-def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, w, SAVE_Z: gl.constexpr, WAVES: gl.constexpr, DEBUG: gl.constexpr):
+def _send_half(homes, s, first, column, out, ot):
+    """One consumer's 64 rows of a routed down task, chunk by chunk into their slots at home; the last chunk's buffer is given back by the caller."""
+    for c in gl.static_range(4):
+        b = ot % 2
+        mbarrier.wait(out.full.index(b), (ot // 2) & 1)
+        send_chunk(homes, out.buffers.index(b), first, column * BLOCK_N + c * CHUNK, s.H)
+        thread_barrier()                 # every lane has read the chunk before one gives its buffer back
+        if c < 3:
+            mbarrier.arrive(out.empty.index(b))
+        ot += 1
+    return ot
+
+
+@gluon.jit
+def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, homes, K, w, SAVE_Z: gl.constexpr, EP: gl.constexpr, WAVES: gl.constexpr,
+           DEBUG: gl.constexpr):
     """Stores what the consumers hand over and publishes each task when all of it is in global memory (rule 2, writer; rule 4).
+
+    With EP, results of routed rows go into their slots at home; homes says where those are.
 
     A tile's place in the ring of h is free when the tile that held it before has all its results; that wait stands before the consumers'
     output is due, off the critical path (rule 6: results_ready of a tile also says that its h has been read).
@@ -538,14 +556,23 @@ def storer(s, flags, queue, out_0, out_1, descs, shared_results_row, w, SAVE_Z: 
         z_row = tile_row
         if WAVES:
             z_row += gl.where((slot < 0) & (wave_index(w, 1) > 0), Z_BEYOND, 0)
-        ot_0 = _store_half(down, slot, (z_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
-        if idle == 0:
-            ot_1 = _store_half(down, slot, (z_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)
+        if EP and down & (slot < 0):
+            find_homes(homes, flags.control, tile, s.H)
+            ot_0 = _send_half(homes, s, 0, column, out_0, ot_0)
+            if idle == 0:
+                ot_1 = _send_half(homes, s, 64, column, out_1, ot_1)
+        else:
+            ot_0 = _store_half(down, slot, (z_row, hidden_row, result_row), column, descs, out_0, ot_0, SAVE_Z)
+            if idle == 0:
+                ot_1 = _store_half(down, slot, (z_row + 64, hidden_row + 64, result_row + 64), column, descs, out_1, ot_1, SAVE_Z)
         stores_complete(tile)
         mbarrier.arrive(out_0.empty.index((ot_0 + 1) % 2))
         mbarrier.arrive(out_1.empty.index((ot_1 + 1) % 2), pred=idle == 0)
-        fence_proxy(tile)
-        thread_barrier()
-        add_release(gl.where(down, results_ready(flags), hidden_ready(flags)) + counter, 1)
+        if EP and down & (slot < 0):
+            tell_homes(homes, results_ready(flags) + counter, down_columns(s), flags.control, tile, K)
+        else:
+            fence_proxy(tile)
+            thread_barrier()
+            add_release(gl.where(down, results_ready(flags), hidden_ready(flags)) + counter, 1)
         count += 1
         packed, tile, _ = _pop_task(queue, count, 1)

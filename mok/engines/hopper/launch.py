@@ -110,12 +110,13 @@ class ScratchSizes:
         return 2 * self.elements
 
 
-def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], grain: Granularity) -> ScratchSizes:
-    """Scratch of one launch: ring of x rows, ring of h, results of every routed row and of every shared expert, h of the shared experts, token list."""
+def scratch_sizes(T: int, H: int, I: int, rows: int, shared_widths: Sequence[int], grain: Granularity, several_ranks: bool = False) -> ScratchSizes:
+    """Scratch of one launch: ring of x rows, ring of h, results of every routed row (on several ranks they go into their slots at home instead) and of every
+    shared expert, h of the shared experts, token list."""
     tiles = rows // TILE
     token_rows = (T + TILE - 1) // TILE * TILE * len(shared_widths)
     return ScratchSizes(ring=min(grain.row_ring, tiles) * TILE * H, hidden=min(grain.hidden_ring, tiles) * TILE * I,
-                        results=(rows + token_rows) * H, shared_hidden=token_rows * max(shared_widths, default=0), order=2 * T)
+                        results=(token_rows if several_ranks else rows + token_rows) * H, shared_hidden=token_rows * max(shared_widths, default=0), order=2 * T)
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,10 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
     settings = (config, grain, options.overlap, None if group is None else (group.cooperative, group.wave_tiles, group.blocks, group.card))
     if grain is None:
         rows_per_expert = T * tensors.topk_weights.shape[1] / tensors.w_down.shape[0]
-        grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card, rows_per_expert)
+        grain, sizes = _default_sizes(T, H, I, rows, widths, options.overlap, 1.0 if group is None else group.card, rows_per_expert,
+                                      group is not None)
     else:
-        sizes = scratch_sizes(T, H, I, rows, widths, grain)
+        sizes = scratch_sizes(T, H, I, rows, widths, grain, group is not None)
     scratch = new_empty(x, (sizes.elements,), x.dtype)
     if reserve_sms is None:
         reserve_sms = (options.overlap.reserve_sms if options.overlap else None) or 0
@@ -197,9 +199,9 @@ def _forward_there(plan: RoutingPlan, tensors: MoETensors, options: PassOptions,
 
 @lru_cache(maxsize=4096)
 def _default_sizes(T: int, H: int, I: int, rows: int, shared_widths: tuple[int, ...], overlap: Overlap | None, card: float,
-                   rows_per_expert: float) -> tuple[Granularity, ScratchSizes]:
+                   rows_per_expert: float, several_ranks: bool) -> tuple[Granularity, ScratchSizes]:
     grain = granularity(overlap, H, I, card, rows_per_expert)
-    return grain, scratch_sizes(T, H, I, rows, shared_widths, grain)
+    return grain, scratch_sizes(T, H, I, rows, shared_widths, grain, several_ranks)
 
 
 def _launch_state(plan: RoutingPlan, tensors: MoETensors, group: GroupLaunch | None) -> tuple[Tensor, int]:
@@ -223,7 +225,7 @@ def load(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, config: F
     """Compile and load the variant that `forward` with these arguments would launch; run nothing."""
     H, I = tensors.x.shape[1], tensors.w_down.shape[2]
     grain = granularity(options.overlap, H, I, group.card)
-    sizes = scratch_sizes(tensors.x.shape[0], H, I, group.rows(plan), [], grain)
+    sizes = scratch_sizes(tensors.x.shape[0], H, I, group.rows(plan), [], grain, True)
     scratch = tensors.x.new_empty(sizes.bytes // 2)
     z = tensors.x.new_empty((group.rows(plan), 2 * I))
     arguments = _arguments(plan, tensors, options, torch.empty_like(tensors.x), z, z, scratch, sizes, grain, group.state, group.capacity, group)
@@ -249,6 +251,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
                sizes: ScratchSizes, grain: Granularity, state: Tensor, capacity: int, group: GroupLaunch | None = None) -> list[Any]:
     """The kernel's run-time arguments, in its order."""
     ring, hidden, results, shared_hidden, order = scratch.split([sizes.ring, sizes.hidden, sizes.results, sizes.shared_hidden, sizes.order])
+    results = results if sizes.results else scratch                   # several ranks without shared experts: nothing is stored there
     x = rows_readable(tensors.x, for_tma=bool(tensors.shared))
     T, H = x.shape
     I = tensors.w_down.shape[2]
@@ -264,7 +267,9 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
     descriptors["down_desc"] = descriptor("down_desc", down, (E, H, I), down.stride())
     for name in ("hidden_desc", "hidden_store_desc"):
         descriptors[name] = descriptor(name, hidden, (sizes.hidden // I, I), (I, 1))
-    descriptors["results_desc"] = descriptor("results_desc", results, (rows + count * token_tiles * TILE, H), (H, 1))
+    routed_results = rows if group is None else 0                      # on several ranks those are in slots
+    if sizes.results:
+        descriptors["results_desc"] = descriptor("results_desc", results, (routed_results + count * token_tiles * TILE, H), (H, 1))
     save = options.save_for_backward
     if save:
         descriptors["z_desc"] = descriptor("z_desc", z, (rows, 2, I), (2 * I, I, 1))
@@ -283,7 +288,7 @@ def _arguments(plan: RoutingPlan, tensors: MoETensors, options: PassOptions, out
     return [*(descriptors[name] for name in BOXES), x, ring, results, out, plan.row_to_slot, plan.slot_to_row, plan.tile_to_expert,
             plan.num_tiles, tensors.topk_weights.contiguous(), order.view(torch.int32), *biases, gates[0], gates[1], state,
             H, I, widths[0], widths[1], T, tensors.topk_weights.shape[1], count, x.stride(0) // 8, capacity, grain.group, grain.row_ring,
-            grain.hidden_ring, rows, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
+            grain.hidden_ring, routed_results, int(tensors.b_gate_up is not None), int(tensors.b_down is not None), gated, activation_id(options), float(limit),
             plan.row_to_rank, int(grain.tickets), plan.num_tiles if plan.wave_tiles is None else plan.wave_tiles, rows // TILE]
 
 

@@ -69,6 +69,19 @@ def take_ticket(pointer):
 
 
 @gluon.jit
+def count_system(pointer):
+    """Rule 3, writer and reader: add 1 behind all that a one-warp role has written, peers' memory included; what was there before, in every lane.
+
+    All lanes take part, those behind the first with +0 (see `take_ticket`); a barrier of the role stands before it. Whoever learns from the answer that it
+    is the last one needs a fence at system scope before it tells others.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 lane, step, old; fence.acq_rel.sys; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; selp.b32 step, 1, 0, p;"
+        " atom.relaxed.gpu.global.add.u32 old, [$1], step; shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff; }",
+        "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fence_proxy(anchor):
     """Rule 1: orders ordinary accesses and those of the TMA engine to global memory. `anchor`: any int32 of the place, so that the fence stays there."""
     return gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
