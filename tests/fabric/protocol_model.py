@@ -4,7 +4,8 @@ Every role of every rank is a generator that yields where another role may come 
 (launch, place in it, value), so a reader sees at once whether what it reads is older than what it wants (a lost row) or newer (reused too early). Memory is
 sequentially consistent here: the model finds missing waits and wrong orders, not missing fences.
 
-Dimensions are as small as the faults allow: tiles of BLOCK rows, rings of ROW_RING and HIDDEN_RING tiles, K routes, at most MAX_TOKENS tokens a rank.
+Dimensions are as small as the faults allow: tiles of BLOCK rows and COLUMNS columns of results, rings of ROW_RING and HIDDEN_RING tiles, K routes, at most
+MAX_TOKENS tokens a rank.
 """
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from dataclasses import dataclass, field
 from mok.fabric.flag_page import FLAGS
 from mok.plan import experts_of_rank
 
-BLOCK, ROW_RING, HIDDEN_RING, K, MAX_TOKENS = 2, 2, 2, 2, 2
+BLOCK, COLUMNS, ROW_RING, HIDDEN_RING, K, MAX_TOKENS = 2, 2, 2, 2, 2, 2
 MOVERS, CONSUMERS = 2, 2
 # Every wait of the exchange, of forward's launch (`x_ready own`: before the first look at token_arrived), and of backward's.
-WAITS = ("ids_ready", "staged", "x_ready", "row place", "rows_ready", "hidden place", "hidden_ready", "results_ready", "x_ready own", "token_arrived",
+WAITS = ("ids_ready", "staged", "x_ready", "row place", "rows_ready", "hidden place", "hidden_ready", "x_ready own", "token_arrived",
          "grads_ready", "dy_ready", "dz", "x rows", "dh_done", "dx_done", "grads_sent")
-FAULTS = ("one ids buffer", "flags compared with ==", "zeroed after x_ready", "blocking, sums before pushes", "grads_ready before all have staged",
-          "grads_sent before all have sent", "grads_sent only where rows return", "results stand for grads_sent", "x not staged again")
-KINDS = ("announce", "pull", "push", "sum")      # what a mover of forward does, the first possible one first
+FAULTS = ("one ids buffer", "flags compared with ==", "zeroed after x_ready", "blocking, sums before pulls", "told before all columns",
+          "grads_ready before all have staged", "grads_sent before all have sent", "grads_sent only where rows return", "results stand for grads_sent",
+          "x not staged again")
+KINDS = ("announce", "pull", "sum")      # what a mover of forward does, the first possible one first
 Role = Iterator[Callable[[], bool] | None]
 Cell = tuple[int, int, object]
 
@@ -65,7 +67,6 @@ class Rank:
     dz: dict[int, Cell] = field(default_factory=dict)
     row_ring: list[Cell] = field(default_factory=lambda: [_EMPTY] * (ROW_RING * BLOCK))
     hidden_ring: list[Cell] = field(default_factory=lambda: [_EMPTY] * HIDDEN_RING)
-    results: dict[int, Cell] = field(default_factory=dict)                              # row -> its result: a full buffer, no ring
     plans: dict[int, list[tuple[int, int, int] | None]] = field(default_factory=dict)   # exchange -> rows (home, token, k), None = padding
     summed: dict[int, dict[int, list]] = field(default_factory=dict)                    # launch -> token -> its routes' results, in k order
     stopped: bool = False                                                               # its host launches nothing any more
@@ -107,12 +108,12 @@ class Model:
                  without: Sequence[str] = (), fault: str | None = None, blocking: bool = False, stop: tuple[int, int] | None = None) -> None:
         assert set(without) <= set(WAITS) and fault in (None, *FAULTS)
         self.routes, self.launches, self.without, self.fault, self.stop = routes, launches, set(without), fault, stop
-        self.blocking = blocking or fault == "blocking, sums before pushes"
+        self.blocking = blocking or fault == "blocking, sums before pulls"
         self.W = len(routes[0])
         self.owner = [rank for rank in range(self.W) for _ in range(experts_of_rank(num_experts, self.W, rank)[1])]
         names = [name for name in FLAGS if name != "token_arrived"]
         self.ranks = [Rank({name: [0] * self.W for name in names}, [0] * MAX_TOKENS, [[_EMPTY] * (MAX_TOKENS * K) for _ in range(2)], [_EMPTY] * MAX_TOKENS,
-                           [_EMPTY] * (MAX_TOKENS * K), [_EMPTY] * MAX_TOKENS, [_EMPTY] * (MAX_TOKENS * K)) for _ in range(self.W)]
+                           [_EMPTY] * (MAX_TOKENS * K * COLUMNS), [_EMPTY] * MAX_TOKENS, [_EMPTY] * (MAX_TOKENS * K)) for _ in range(self.W)]
 
     # ---- schedule ------------------------------------------------------------------------------------------------------------------
 
@@ -244,11 +245,12 @@ class Model:
     def _consumer(self, r: int, n: int, plan: list, c: Counters, which: int) -> Role:
         """Tensor-core tasks in their static order, dealt out in turn: up of a tile, and down of the tile before it."""
         me, tiles = self.ranks[r], len(plan) // BLOCK
-        tasks = [task for tile in range(tiles + 1) for task in (("up", tile), ("down", tile - 1)) if 0 <= task[1] < tiles]
-        for kind, tile in tasks[which::CONSUMERS]:
+        tasks = [task for tile in range(tiles + 1) for task in (("up", tile, 0), *(("down", tile - 1, column) for column in range(COLUMNS)))
+                 if 0 <= task[1] < tiles]
+        for kind, tile, column in tasks[which::CONSUMERS]:
             if kind == "up":
                 yield self.wait(r, "rows_ready", lambda tile=tile: c.rows_ready[tile] == BLOCK)
-                yield self.wait(r, "hidden place", lambda tile=tile: tile < HIDDEN_RING or c.results_ready[tile - HIDDEN_RING] > 0)
+                yield self.wait(r, "hidden place", lambda tile=tile: tile < HIDDEN_RING or c.results_ready[tile - HIDDEN_RING] == COLUMNS)
                 for row in range(tile * BLOCK, (tile + 1) * BLOCK):
                     self.expect(r, me.row_ring[row % (ROW_RING * BLOCK)], (n, row, plan[row] and (plan[row][0], plan[row][1])))
                     yield None
@@ -258,15 +260,31 @@ class Model:
             else:
                 yield self.wait(r, "hidden_ready", lambda tile=tile: c.hidden_ready[tile] > 0)
                 self.expect(r, me.hidden_ring[tile % HIDDEN_RING], (n, tile, "h"))
-                for row in range(tile * BLOCK, (tile + 1) * BLOCK):
-                    me.results[row] = (n, row, plan[row] and (plan[row][0], plan[row][1]))
-                    yield None
-                c.results_ready[tile] = 1
+                yield from self.send(r, n, plan, tile, column)
+                c.results_ready[tile] += 1
+                if c.results_ready[tile] == (1 if self.fault == "told before all columns" else COLUMNS):
+                    for source in filter(None, plan[tile * BLOCK:(tile + 1) * BLOCK]):
+                        yield None
+                        self.ranks[source[0]].token_arrived[source[1]] += 1
+            yield None
+
+    def send(self, r: int, n: int, plan: list, tile: int, column: int) -> Role:
+        """One column tile's results of a row tile into their slots at home. No wait for the home: the row was pulled from there in this launch."""
+        for source in filter(None, plan[tile * BLOCK:(tile + 1) * BLOCK]):
+            if not self.aborted(r):
+                home, t, k = source
+                self.ranks[home].slots[(t * K + k) * COLUMNS + column] = (n, 0, (n, home, t, k, r))
+            yield None
+
+    def expect_slot(self, r: int, n: int, t: int, k: int, value: object) -> Role:
+        """A sum's reads of a slot, column tile by column tile."""
+        for column in range(COLUMNS):
+            self.expect(r, self.ranks[r].slots[(t * K + k) * COLUMNS + column], (n, 0, value))
             yield None
 
 
 class Mover:
-    """One mover of a forward launch: stages its share, then announces, pulls, pushes and sums."""
+    """One mover of a forward launch: stages its share, then announces, pulls and sums."""
 
     def __init__(self, model: Model, r: int, n: int, launch: Launch, plan: list, counters: Counters, m: int) -> None:
         self.model, self.r, self.n, self.plan, self.c = model, r, n, plan, counters
@@ -275,13 +293,13 @@ class Mover:
         self.mine = list(range(m, len(self.tokens), MOVERS))
         rows = list(range(m, len(plan), MOVERS))
         others = range(MOVERS - 1 - m, len(self.tokens), MOVERS)     # it sums tokens whose counters another mover zeroes
-        self.todo = {"announce": deque([0] * (m == 0)), "pull": deque(rows), "push": deque(row for row in rows if plan[row] is not None), "sum": deque(others)}
+        self.todo = {"announce": deque([0] * (m == 0)), "pull": deque(rows), "sum": deque(others)}
 
     def role(self) -> Role:
         yield from self.stage()
         kinds = list(KINDS)
-        if self.model.fault == "blocking, sums before pushes":
-            kinds = ["announce", "pull", "sum", "push"]
+        if self.model.fault == "blocking, sums before pulls":
+            kinds = ["announce", "sum", "pull"]
         while waiting := [kind for kind in kinds if self.todo[kind]]:
             if self.model.blocking:
                 waiting = waiting[:1]
@@ -330,22 +348,6 @@ class Mover:
         self.c.rows_ready[row // BLOCK] += 1
         yield None
 
-    def can_push(self, row: int) -> Callable[[], bool]:
-        return self.model.wait(self.r, "results_ready", lambda: self.c.results_ready[row // BLOCK] > 0)
-
-    def push(self, row: int) -> Role:
-        """No wait for the home's x_ready: the row was pulled from that home in this launch."""
-        source = self.plan[row]
-        assert source is not None
-        home, t, k = source
-        self.model.expect(self.r, self.me.results.get(row, _EMPTY), (self.n, row, (home, t)))
-        yield None
-        peer = self.model.ranks[home]
-        peer.slots[t * K + k] = (self.n, 0, (self.n, home, t, k, self.r))
-        yield None
-        peer.token_arrived[t] += 1
-        yield None
-
     def can_sum(self, t: int) -> Callable[[], bool]:
         valid = sum(expert >= 0 for expert in self.tokens[t])
         zeroed = self.model.wait(self.r, "x_ready own", lambda: self.model.flag(self.r, "x_ready", self.r, self.n))
@@ -357,9 +359,8 @@ class Mover:
         for k, expert in enumerate(self.tokens[t]):
             if expert >= 0:
                 value = (self.n, self.r, t, k, self.model.owner[expert])
-                self.model.expect(self.r, self.me.slots[t * K + k], (self.n, 0, value))
+                yield from self.model.expect_slot(self.r, self.n, t, k, value)
                 results.append(value)
-                yield None
         self.me.summed.setdefault(self.n, {})[t] = results
         yield None
 
@@ -374,9 +375,9 @@ def backward_roles(model: Model, r: int, n: int, launch: Launch, plan: list) -> 
 def _backward_consumer(model: Model, r: int, n: int, launch: Launch, plan: list, c: BackwardCounters, which: int) -> Role:
     """All DH, then all DX, then the weight gradients, dealt out in turn."""
     me, tiles = model.ranks[r], len(plan) // BLOCK
-    tasks = [("dh", tile) for tile in range(tiles)] + [("dx", tile) for tile in range(tiles) if launch.returns]
-    tasks += [("weights", tile) for tile in range(tiles) if launch.x_rows]
-    for kind, tile in tasks[which::CONSUMERS]:
+    tasks = [("dh", tile, 0) for tile in range(tiles)] + [("dx", tile, column) for column in range(COLUMNS) for tile in range(tiles) if launch.returns]
+    tasks += [("weights", tile, 0) for tile in range(tiles) if launch.x_rows]
+    for kind, tile, column in tasks[which::CONSUMERS]:
         rows = range(tile * BLOCK, (tile + 1) * BLOCK)
         if kind == "dh":
             yield model.wait(r, "dy_ready", lambda tile=tile: c.dy_ready[tile] == BLOCK)
@@ -390,9 +391,7 @@ def _backward_consumer(model: Model, r: int, n: int, launch: Launch, plan: list,
         elif kind == "dx":
             yield model.wait(r, "dz", lambda tile=tile: c.dh_ready[tile] > 0)
             model.expect(r, me.dz.get(tile, _EMPTY), (n, tile, "dz"))
-            for row in rows:
-                me.results[row] = (n, row, plan[row] and plan[row][:2])
-                yield None
+            yield from model.send(r, n, plan, tile, column)
             c.dx_done += 1
         else:
             yield model.wait(r, "x rows", lambda: c.x_pulled == len(plan))
@@ -427,9 +426,8 @@ class BackwardMover:
             yield from self.pull("x", self.me.x_rows)
         yield model.wait(r, "dh_done", lambda: c.dh_done == len(self.plan) // BLOCK)
         if self.launch.returns:
-            yield from self.push("weight_slots", lambda row: self.me.dz.get(row // BLOCK, _EMPTY), lambda row: (n, row // BLOCK, "dz"))
-            yield model.wait(r, "dx_done", lambda: c.dx_done == len(self.plan) // BLOCK)
-            yield from self.push("slots", lambda row: self.me.results.get(row, _EMPTY), lambda row: (n, row, self.plan[row][:2]))
+            yield from self.push_weight_gradients()
+            yield model.wait(r, "dx_done", lambda: c.dx_done == len(self.plan) // BLOCK * COLUMNS)
         c.sent += 1
         sends = self.launch.returns or model.fault != "grads_sent only where rows return"
         if sends and c.sent == (1 if model.fault == "grads_sent before all have sent" else MOVERS) and not model.aborted(r):
@@ -445,7 +443,7 @@ class BackwardMover:
 
     def own_slots(self) -> list[Cell]:
         valid = [t * K + k for t, row in enumerate(self.tokens) for k, expert in enumerate(row) if expert >= 0 and self.launch.returns]
-        return [slots[slot] for slots in (self.me.slots, self.me.weight_slots) for slot in valid]
+        return [self.me.weight_slots[slot] for slot in valid] + [self.me.slots[slot * COLUMNS + column] for slot in valid for column in range(COLUMNS)]
 
     def stage(self) -> Role:
         for t in range(self.m, len(self.tokens), MOVERS):
@@ -475,14 +473,14 @@ class BackwardMover:
                 self.c.x_pulled += 1
             yield None
 
-    def push(self, what: str, found: Callable[[int], Cell], wanted: Callable[[int], Cell]) -> Role:
+    def push_weight_gradients(self) -> Role:
         for row in self.rows:
             source = self.plan[row]
             if source is not None and not self.model.aborted(self.r):
                 home, t, k = source
-                self.model.expect(self.r, found(row), wanted(row))
+                self.model.expect(self.r, self.me.dz.get(row // BLOCK, _EMPTY), (self.n, row // BLOCK, "dz"))
                 yield None
-                getattr(self.model.ranks[home], what)[t * K + k] = (self.n, 0, (self.n, home, t, k, self.r))
+                self.model.ranks[home].weight_slots[t * K + k] = (self.n, 0, (self.n, home, t, k, self.r))
                 yield None
 
     def sum(self) -> Role:
@@ -491,9 +489,8 @@ class BackwardMover:
             for k, expert in enumerate(self.tokens[t]):
                 if expert >= 0:
                     value = (self.n, self.r, t, k, self.model.owner[expert])
-                    for slots in (self.me.slots, self.me.weight_slots):
-                        self.model.expect(self.r, slots[t * K + k], (self.n, 0, value))
-                        yield None
+                    yield from self.model.expect_slot(self.r, self.n, t, k, value)
+                    self.model.expect(self.r, self.me.weight_slots[t * K + k], (self.n, 0, value))
                     results.append(value)
             self.me.summed.setdefault(self.n, {})[t] = results
             yield None

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FILES = ("sync", "tasks", "peers", "wave_loop", "gemm", "move", "expert_parallel_move", "expert_parallel_plan", "backward_tasks", "backward_pipe",
-         "backward_waves", "backward_move", "expert_parallel_backward_move")
+FILES = ("sync", "tasks", "peers", "wave_loop", "expert_parallel_send", "gemm", "move", "expert_parallel_move", "expert_parallel_plan",
+         "backward_tasks", "backward_pipe", "backward_waves", "backward_move", "expert_parallel_backward_move")
 ROOT = Path(__file__).parents[2] / "mok" / "engines" / "hopper"
 PACKAGE = "mok_interpreted.engines.hopper"
 SIZES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "i1": 1}
@@ -223,16 +223,20 @@ class Block:
 
 
 class SharedWords:
-    """Shared memory of one CTA, as few words as a test makes it."""
+    """Shared memory of one CTA, as few words as a test makes it, or the given values (used in place)."""
 
-    def __init__(self, count: int = 1) -> None:
-        self.a = np.full(count, -1, np.int32)
+    def __init__(self, count: int = 1, kind: str = "i32", values: NDArray | None = None) -> None:
+        self.a, self.kind = np.full(count, -1, DTYPES[kind]) if values is None else values, kind
 
     def store(self, value: Block) -> None:
         self.a[:] = value.a
 
     def load(self, layout: Any) -> Block:
-        return Block(self.a.copy(), "i32")
+        return Block(self.a.copy(), self.kind)
+
+    def slice(self, start: int, length: int) -> SharedWords:
+        assert 0 <= start <= start + length <= len(self.a), f"rows {start}..{start + length} of {len(self.a)} in shared memory"
+        return SharedWords(kind=self.kind, values=self.a[start:start + length])
 
 
 class ConstInt(int):
@@ -271,8 +275,8 @@ class Language(types.ModuleType):
         return f"*{kind}"
 
     @staticmethod
-    def static_range(count: int) -> range:
-        return range(count)
+    def static_range(*bounds: int) -> range:
+        return range(*bounds)
 
     @staticmethod
     def arange(begin: int, end: int, layout: Any = None) -> Block:
@@ -373,7 +377,8 @@ def replaced_functions(gl: Language, memory: Memory, reports: list, sleeps: Any)
     nothing = dict.fromkeys(("fence_proxy", "fence_acquire", "fence_acquire_system", "stores_complete", "keep_loads_above"), lambda anchor: None)
     same = dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "fresh_long", "new_block"), lambda value: value)
     return {**nothing, **same, "this_cta": lambda anchor: gl.program_id(0), "grid_size": lambda anchor: gl.num_programs(0),
-            "load_acquire": load_acquire, "load_acquire_system": load_acquire, "report_timeout": report_timeout, "nap": lambda seed, debug: sleeps(),
+            "load_acquire": load_acquire, "load_acquire_system": load_acquire,
+            "count_system": lambda pointer: memory.update(pointer, 1, True, True), "report_timeout": report_timeout, "nap": lambda seed, debug: sleeps(),
             "pause": lambda anchor: wait_a_little(), "clock": lambda anchor: Block(int(time.monotonic() * 1000) & 0x3FFFFFFF, "i32")}
 
 

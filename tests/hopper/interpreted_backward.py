@@ -1,6 +1,7 @@
 """Backward launches of ranks in threads: the kernel's own staging, pulls, pushes and sums, with GEMMs stood in for row by row; and what they must give."""
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -105,7 +106,7 @@ class BackwardSimulation(Simulation):
         token_rows = count * -(-T // TILE) * TILE
         words, control = self.controls[rank]
         words[16:], words[0] = 0, epoch                                      # as the start of the launch leaves them
-        sizes = {"dy_rows": rows * H, "x_rows": rows * H, "dz": rows * 2 * I, "results": (rows + token_rows) * H, "dx": T * H, "db_up": experts * 2 * I,
+        sizes = {"dy_rows": rows * H, "x_rows": rows * H, "dz": rows * 2 * I, "results": max(token_rows, 1) * H, "dx": T * H, "db_up": experts * 2 * I,
                  "db_down": experts * H}
         wide = {"row_weights": rows, "partials": rows + token_rows, "d_topk": T * K, "carry": 2 * (CARRY_TILES * TILE * 256 + 2 * I + H)}
         arrays = {name: np.full(size, np.nan, np.float32) for name, size in (sizes | wide).items()}
@@ -138,7 +139,7 @@ class BackwardSimulation(Simulation):
 
         of_rows = m["backward_pipe"].Rows(p["tile_to_expert"], p["expert_offsets"], p["tokens_per_expert"], p["row_to_slot"], p["row_weights"], p["partials"],
                                           zero, p["partials"], p["partials"], p["partials"], zero, zero)
-        sums = m["backward_move"].Sums(p["dx"], p["results"], number(rows), p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"],
+        sums = m["backward_move"].Sums(p["dx"], p["results"], zero, p["slot_to_row"], p["d_topk"], p["b_down"], number(4), p["dz"],
                                        p["db_up"], p["db_down"], p["x"], p["x"], p["x"], p["x"], p["partials"], number(K), number(experts),
                                        p["row_to_rank"])
         parts = (tuple(map(number, (H // 16, I // 16, I // 16, I // 16))), number(T), number(count), number(2), number(self.wants))
@@ -163,7 +164,8 @@ class BackwardSimulation(Simulation):
                 arguments = (part, of_rows, flags, sums, x, p["dy_rows"], p["x_rows"], pass_number, (carry, None, parts), 8, 1, 2, recompute, 0, 1)
                 roles = [(program, GRID, mover.group_mover, arguments)]
                 if program == 0:
-                    roles.append((0, GRID, self._gemms, (n, rank, plan, flags, m["backward_tasks"].own(part), arrays, rows, int(first_row), recompute)))
+                    homes = self._homes(p, first_row)
+                    roles.append((0, GRID, self._gemms, (n, rank, plan, flags, m["backward_tasks"].own(part), arrays, rows, int(first_row), recompute, homes)))
                 self._together(rank, roles)
                 wave = wave + 1
 
@@ -176,7 +178,7 @@ class BackwardSimulation(Simulation):
         self.grads[epoch - 1, rank] = (arrays["dx"].reshape(T, H), arrays["d_topk"].reshape(T, K), arrays["db_up"].reshape(experts, 2 * I),
                                        arrays["db_down"].reshape(experts, H))
 
-    def _gemms(self, n: int, rank: int, plan, flags, s, arrays: dict, rows: int, begin: int, recompute: int) -> None:
+    def _gemms(self, n: int, rank: int, plan, flags, s, arrays: dict, rows: int, begin: int, recompute: int, homes) -> None:
         """Producer, consumers and storer of all CTAs: their waits, checks of every row that they would load, and their results and counters."""
         world, m = self.world, self.modules
         first, experts = experts_of_rank(world.E, world.W, rank)
@@ -190,6 +192,7 @@ class BackwardSimulation(Simulation):
                 self.fail(f"problem {n}, rank {rank}: {what} of row {begin + row} is not what its home has")
 
         tiles, shared = int(s.num_tiles), int(s.num_shared)
+        finished = np.full((max(rows, 1), H), np.nan, np.float32)
         again = int(m["backward_tasks"].z_columns(s, s.T * 0 - 1, recompute)) if recompute else 0
         if int(m["backward_tasks"].dh_columns(s, s.T * 0 - 1)):
             for tile in range(tiles):
@@ -205,19 +208,18 @@ class BackwardSimulation(Simulation):
                     dz, dx, part = world.row(first + int(experts_of_tiles[tile]), dy_rows[row], arrays["row_weights"][row])
                     arrays["dz"].reshape(-1, 2 * I)[row], arrays["partials"][row] = dz, part
                     if self.wants & X:
-                        results[row] = dx
+                        finished[row] = dx
                 add(flags.totals + pipe.DH_DONE, 1)
         if shared and self.wants & X:
             for t, dy in enumerate(world.dy[n, rank]):
-                results[rows + t] = world.row(world.E, dy, np.float32(1))[1]
+                results[t] = world.row(world.E, dy, np.float32(1))[1]
             add(flags.totals + pipe.DH_DONE, -(-world.tokens[n][rank] // TILE))
         if self.wants & X:
-            finished, results[:rows] = results[:rows].copy(), np.nan
             m["sync"].nap(tiles, 1)
             time.sleep(self.slow)
-            for tile in range(tiles):
-                results[tile * TILE:(tile + 1) * TILE] = finished[tile * TILE:(tile + 1) * TILE]
-                add(flags.totals + pipe.DX_DONE, COLUMNS)
+            for tile, column in itertools.product(range(tiles), range(COLUMNS)):
+                self._send_tile(homes, flags.control, tile, column, finished[tile * TILE:(tile + 1) * TILE])
+                m["sync"].count_system(flags.totals + pipe.DX_DONE)
             add(flags.totals + pipe.DX_DONE, shared * -(-world.tokens[n][rank] // TILE) * COLUMNS)
         if self.wants & UP:
             for expert in range(experts):

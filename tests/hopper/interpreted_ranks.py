@@ -197,7 +197,7 @@ class Simulation:
             rows = min(rows, world.wave_tiles[rank] * TILE)
         words, control = self.controls[rank]
         words[16:], words[0] = 0, epoch - 1
-        arrays = {"out": np.full(T * H, np.nan, np.float32), "results": np.full((rows + token_rows) * H, np.nan, np.float32),
+        arrays = {"out": np.full(T * H, np.nan, np.float32), "results": np.full(max(token_rows, 1) * H, np.nan, np.float32),
                   "ring": np.full(RING * TILE * H, np.nan, np.float32), "order": np.full(max(T, 1), -1, np.int32)}
         to = {"row_to_slot": plan.row_to_slot, "slot_to_row": plan.slot_to_row, "row_to_rank": plan.row_to_rank, "num_tiles": plan.num_tiles}
         with self.memory.lock:
@@ -207,11 +207,11 @@ class Simulation:
             p["weights"] = self.memory.allocate(world.weights[n, rank].reshape(-1), "f32")
             p["table"] = self.memory.allocate(self._wave_table(n).reshape(-1), "i32") if waves else p["order"]
         number = {name: gl.cast(v, "i32") for name, v in {"H": H, "I": TILE, "T": T, "count": count, "tiles": int(plan.num_tiles), "1": 1, "ring": RING,
-                                                         "K": K, "stride": H // 8, "rows": rows, "epoch": epoch, "0": 0, "wave": rows // TILE}.items()}
+                                                         "K": K, "stride": H // 8, "epoch": epoch, "0": 0, "wave": rows // TILE}.items()}
         s = m["tasks"].Schedule(*(number[k] for k in ("H", "I", "I", "I", "T", "count", "tiles", "1", "ring", "ring")))
 
         tokens = m["move"].Tokens(p["out"], p["results"], p["row_to_slot"], p["slot_to_row"], p["weights"], p["order"], p["x"], number["stride"], p["x"],
-                                  p["x"], number["0"], number["rows"], number["K"], p["row_to_rank"], number["epoch"])
+                                  p["x"], number["0"], number["0"], number["K"], p["row_to_rank"], number["epoch"])
 
         flags = m["gemm"].Flags(control, control + 16, gl.cast(CAPACITY, "i32"), gl.cast(16 + 2 * CAPACITY + count * -(-T // TILE), "i32"))
         multiplied = [threading.Event() for _ in range(plan.num_rows // TILE + 1)]
@@ -232,7 +232,8 @@ class Simulation:
                 mover = (part, flags, tokens, p["ring"], w, 1, 1, 2, int(waves), 0, 1)
                 roles.append((program, GRID, m["expert_parallel_move"].group_mover, mover))
                 if program == 0:
-                    roles.append((0, GRID, self._gemm, (n, rank, plan, flags, arrays, rows, part, int(first), done)))
+                    homes = self._homes(p, first * TILE)
+                    roles.append((0, GRID, self._gemm, (n, rank, plan, flags, arrays, part, int(first), homes, done)))
                 self._together(rank, roles)
                 wave = wave + 1
 
@@ -262,7 +263,22 @@ class Simulation:
         if last:
             m["move"].finish_combine(s, t, flags, 2, 4, 1, 1)
 
-    def _gemm(self, n: int, rank: int, plan: RoutingPlan, flags, arrays: dict, rows: int, part, begin: int, multiplied: threading.Event) -> None:
+    def _homes(self, p: dict, first_row):
+        """What the storer has for results of rows from `first_row` on."""
+        return self.modules["expert_parallel_send"].Homes(SharedWords(TILE, "i64"), p["results"], p["row_to_slot"] + first_row, p["row_to_rank"] + first_row)
+
+    def _send_tile(self, homes, control, tile: int, column: int, values: np.ndarray) -> None:
+        """The storer's part of a task of several ranks: 256 columns of a tile's rows (TILE, H), chunk by chunk out of shared memory, to their slots."""
+        send, cast = self.modules["expert_parallel_send"], self.gl.cast
+        send.find_homes(homes, control, cast(tile, "i32"), cast(H, "i32"))
+        self.modules["sync"].nap(tile, 1)
+        wide = np.pad(values[:, column * 256:(column + 1) * 256], ((0, 0), (0, 256)), constant_values=np.nan)
+        for first in (0, 64):
+            for c in range(4):
+                chunk = SharedWords(kind="bf16", values=wide[first:first + 64, c * 64:c * 64 + 64].copy())
+                send.send_chunk(homes, chunk, first, cast(column * 256 + c * 64, "i32"), cast(H, "i32"))
+
+    def _gemm(self, n: int, rank: int, plan: RoutingPlan, flags, arrays: dict, part, begin: int, homes, multiplied: threading.Event) -> None:
         """Producer, consumers' multiplies and storer of all CTAs: waits and counters as theirs, tiles in order; row by row, so that bits do not move."""
         world, m, columns = self.world, self.modules, -(-H // 256)
         first = experts_of_rank(world.E, world.W, rank)[0]
@@ -270,7 +286,7 @@ class Simulation:
         try:
             for tile in range(-(-int(part.T) // TILE) if int(part.num_shared) else 0):
                 for row, x in enumerate(world.x[n, rank][tile * TILE:(tile + 1) * TILE]):
-                    results[rows + tile * TILE + row] = world.result(world.E, x)
+                    results[tile * TILE + row] = world.result(world.E, x)
                 self.gl.atomic_add(m["gemm"].results_ready(flags) + CAPACITY + tile, columns)
             for tile in range(int(part.num_tiles)):
                 m["sync"].wait_at_least(m["gemm"].rows_ready(flags) + tile, 8, flags.control, 1, tile)
@@ -281,10 +297,14 @@ class Simulation:
                     self.fail(f"launch {n}, rank {rank}, tile {begin + tile}: a padding row is not zero")
                 self.gl.atomic_add(m["gemm"].hidden_ready(flags) + tile, 1)
                 m["sync"].nap(tile, 1)
+                found = np.full((TILE, H), np.nan, np.float32)
                 for row in np.nonzero(valid)[0]:
-                    results[tile * TILE + row] = world.result(first + int(plan.tile_to_expert[begin + tile]), there[row])
-                for _ in range(columns):
-                    self.gl.atomic_add(m["gemm"].results_ready(flags) + tile, 1)
+                    found[row] = world.result(first + int(plan.tile_to_expert[begin + tile]), there[row])
+                for column in range(columns):
+                    self._send_tile(homes, flags.control, tile, column, found)
+                    m["expert_parallel_send"].tell_homes(homes, m["gemm"].results_ready(flags) + tile, columns, flags.control, self.gl.cast(tile, "i32"),
+                                                         self.gl.cast(world.K, "i32"))
+                    time.sleep(self.slow)
         finally:
             multiplied.set()
 

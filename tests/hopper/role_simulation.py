@@ -240,34 +240,37 @@ class Roles:
             **dict.fromkeys(("arange", "zeros", "sum", "fma", "exp2", "erf", "convert_layout", "join", "NVMMADistributedLayout", "SliceLayout", "BlockedLayout",
                              "NVMMASharedLayout"), TILE))
         nothing = ("tma_store", "tma_store_wait", "fence_proxy", "nap", "thread_barrier", "fence_async_shared", "warpgroup_mma", "reinterpret",
-                   "keep_loads_above", "OWN_SLOTS", "peers_of", "rows_at")
+                   "keep_loads_above", "OWN_SLOTS", "peers_of", "rows_at", "find_homes", "send_chunk")
         return {**dict.fromkeys(nothing, TILE), "gl": gl, "mbarrier": mbarrier, "aggregate": lambda cls: cls,
                 **dict.fromkeys(("fresh", "fresh_float", "fresh_pairs", "apart", "new_block"), lambda value, *_: value),
                 "this_cta": lambda _: gl.program_id(0), "grid_size": lambda _: gl.num_programs(0),
                 "gluon": types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
                 "tma_load": lambda _, __, ready, ___: ready.arrive(0, -BOX_BYTES), "warpgroup_mma_wait": lambda *_, **__: wait(None, "its turn") or TILE,
-                "take_ticket": lambda pointer: add(pointer, 1), "stores_complete": lambda _: wait(None, "its turn"), "wait_at_least": at_least,
+                "take_ticket": lambda pointer: add(pointer, 1), "count_system": lambda pointer: add(pointer, 1),
+                "stores_complete": lambda _: wait(None, "its turn"), "wait_at_least": at_least,
                 "add_release": add, "load_acquire": acquire, "WAIT_ROWS": 1, "WAIT_HIDDEN": 2, "WAIT_HIDDEN_SLOT": 3}
 
 
 def launch(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens: Sequence[int], wants: int, group: int, shared: Sequence[int] = (),
            gated: int = 0, into_main_grad: bool = False, stagger: int = 1, mutate: Callable[[str], str] = lambda text: text,
-           wave_tiles: int | None = None) -> list[str]:
+           wave_tiles: int | None = None, several_ranks: bool = False) -> list[str]:
     """One backward launch of `ctas` CTAs for experts with these numbers of rows: [] if it ended with every task published and every barrier at rest.
 
     wants: as backward_tasks.Schedule has it; group: row tiles of a group; gated: bit i, shared expert i has a gate. wave_tiles: row tiles of bounded
-    buffers; their waves then run one after the other, each with counters and barriers of its own, as the meetings between them see to.
+    buffers; their waves then run one after the other, each with counters and barriers of its own, as the meetings between them see to. several_ranks: the
+    storer sends rows of dx home; movers are one rank's.
     """
     waves = 1 if wave_tiles is None else max(1, -(-sum(-(-count // 128) for count in tokens) // wave_tiles))
     for wave in range(waves):
-        found = _wave(seed + 1000 * wave, ctas, recompute, H, I, T, tokens, wants, group, shared, gated, into_main_grad, stagger, mutate, wave_tiles, wave)
+        found = _wave(seed + 1000 * wave, ctas, recompute, H, I, T, tokens, wants, group, shared, gated, into_main_grad, stagger, mutate, wave_tiles, wave,
+                      several_ranks)
         if found:
             return found
     return []
 
 
 def _wave(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens: Sequence[int], wants: int, group: int, shared: Sequence[int], gated: int,
-          into_main_grad: bool, stagger: int, mutate: Callable[[str], str], wave_tiles: int | None, wave: int) -> list[str]:
+          into_main_grad: bool, stagger: int, mutate: Callable[[str], str], wave_tiles: int | None, wave: int, several_ranks: bool) -> list[str]:
     """One wave of a launch, or all of one without waves."""
     scheduler = Scheduler(seed, ctas)
     roles = Roles(scheduler, mutate)
@@ -317,7 +320,8 @@ def _wave(seed: int, ctas: int, recompute: bool, H: int, I: int, T: int, tokens:
         jobs += [(f"producer of CTA {cta}", cta,
                   lambda p=pipe, q=tasks: k.producer(s, part, flags, p, q, (TILE,) * 7, three, three, (TILE,) * 4, here, recompute, 0)),
                  (f"storer of CTA {cta}", cta,
-                  lambda p=pipe, q=tasks, o=outs: k.storer(s, rows, flags, p, q, *o, (TILE,) * 4, TILE, three, three, n(0), three, recompute, 0)),
+                  lambda p=pipe, q=tasks, o=outs: k.storer(s, rows, flags, p, q, *o, (TILE,) * 4, TILE, three, three, n(0), TILE, three, several_ranks,
+                                                              recompute, 0)),
                  (f"movers of CTA {cta}", cta, lambda: k.mover(s, part, flags, sums, source, source, TILE, TILE, 8, 1, 2, recompute, 0, 0))]
     found = scheduler.run(jobs)
     s = k.own(s)

@@ -21,13 +21,14 @@ SHAPES = {
 def test_launches_end(name, recompute):
     for seed, ctas in enumerate((1, 2, 5)):
         assert launch(seed, ctas, recompute, **SHAPES[name]) == []
+        assert launch(seed, ctas, recompute, **SHAPES[name], several_ranks=True) == []
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_waves_end(name):
     """Experts cut by one boundary and by several: sums that are left and taken up have no store step; z is made again from the second wave on."""
     for seed, (ctas, tiles) in enumerate(((2, 1), (3, 2))):
-        assert launch(seed, ctas, False, **SHAPES[name], wave_tiles=tiles) == []
+        assert launch(seed, ctas, False, **SHAPES[name], wave_tiles=tiles, several_ranks=True) == []
 
 
 def test_random_launches_end():
@@ -39,11 +40,13 @@ def test_random_launches_end():
         shape = dict(H=draw.choice((16, 64, 256, 320)), I=draw.choice((16, 128, 272)), T=draw.choice((1, 130, 300)), wants=wants, group=draw.choice((1, 2, 7)),
                      tokens=[draw.choice((0, 1, 64, 65, 128, 300)) for _ in range(experts)], shared=[draw.choice((16, 80, 272)) for _ in range(count)],
                      gated=draw.randrange(1 << count), into_main_grad=draw.random() < 0.3, stagger=draw.choice((0, 1, 1, 3)))
-        ctas, recompute, tiles = draw.choice((1, 2, 4)), draw.random() < 0.7, draw.choice((None, 1, 2, 3))
-        assert launch(seed, ctas, recompute, **shape, wave_tiles=tiles) == [], f"{seed=} {ctas=} {recompute=} {tiles=} {shape}"
+        ctas, recompute, tiles, ranks = draw.choice((1, 2, 4)), draw.random() < 0.7, draw.choice((None, 1, 2, 3)), draw.random() < 0.5
+        assert launch(seed, ctas, recompute, **shape, wave_tiles=tiles, several_ranks=ranks) == [], f"{seed=} {ctas=} {recompute=} {tiles=} {ranks=} {shape}"
 
 
 FAULTS = {
+    "a sent result's stage is not given back": ("    mbarrier.arrive(out_1.empty)\n    mbarrier.arrive(pipe.load_empty.index(stage), count=2)\n\n\n@gluon.jit\n"
+                                                "def _store_z_step", "    mbarrier.arrive(out_1.empty)\n\n\n@gluon.jit\ndef _store_z_step"),
     "unfinished sums have a store step": ("        weight_result = weight_result & ((bits & TASK_UNFINISHED) == 0)\n", "        pass\n"),
     "an idle consumer leaves a Z task's store step out": ("        stores = stores | (kind == Z)\n", "        stores = stores | (kind == DW_UP)\n"),
     "no store step is handed over for Z": ("        row_result = (kind == DX) | (kind == Z)\n", "        row_result = kind == DX\n"),
@@ -64,4 +67,5 @@ def test_planted_faults_are_found(name):
         return text.replace(right, wrong)
 
     shape, tiles = SHAPES["tasks of one k-step, many for each CTA"], 3 if "unfinished" in name else None
-    assert any(launch(seed, 2, True, **{**shape, "I": 256}, mutate=mutate, wave_tiles=tiles) for seed in range(6)) and any(planted)
+    assert any(launch(seed, 2, True, **{**shape, "I": 256}, mutate=mutate, wave_tiles=tiles, several_ranks="sent" in name) for seed in range(6))
+    assert any(planted)

@@ -34,16 +34,18 @@ def test_every_token_is_summed_to_the_bit(name, seed):
     simulation.check()
 
 
-MOVE, PLAN, COMBINE = "expert_parallel_move", "expert_parallel_plan", "move"
+MOVE, SEND, PLAN, COMBINE = "expert_parallel_move", "expert_parallel_send", "expert_parallel_plan", "move"
 FAULTS = {
     "pulls before x_ready": (MOVE, "    wait_for_all(flags.control, X_READY, t.epoch, WAIT_PEER_ROWS)\n", ""),
     "x_ready before all have staged": (MOVE, "    if staged == gl.num_programs(0) - 1:", "    if staged == 0:"),
     "the counters of the last launch stay": (MOVE, "first in range(gl.program_id(0) * 128, fresh(s.T),", "first in range(gl.program_id(0) * 128, 0,"),
-    "a push before the results": (MOVE, "        elif finished == 1:", "        elif push < pieces:"),
+    "told before all columns are there": (SEND, "    if before == target - 1:", "    if before == 0:"),
+    "homes of the tile before": (SEND, "home_of(homes.row_to_slot, homes.row_to_rank, _rows_of_tile(tile))\n    address",
+                                 "home_of(homes.row_to_slot, homes.row_to_rank, _rows_of_tile(gl.maximum(tile - 1, 0)))\n    address"),
     "a pull into a place in use": (MOVE, "        if (piece < pieces) & (tile >= s.row_ring):", "        if (piece < pieces) & (tile < 0):"),
-    "a result to the wrong slot": (MOVE, "row), 0), gl.maximum(slot, 0)", "row), 0), gl.maximum(slot ^ 1, 0)"),
-    "results always pushed to the first rank": (MOVE, "return slot >= 0, gl.maximum(gl.load(row_to_rank + row), 0), ", "return slot >= 0, row * 0, "),
-    "results counted but not pushed": (MOVE, "        valid, target = next_valid, next_target\n", "        valid, target = next_valid & (j < 6), target\n"),
+    "a result to the wrong slot": (SEND, "row), 0), gl.maximum(slot, 0)", "row), 0), gl.maximum(slot ^ 1, 0)"),
+    "results always sent to the first rank": (SEND, "return slot >= 0, gl.maximum(gl.load(row_to_rank + row), 0), ", "return slot >= 0, row * 0, "),
+    "results counted but not sent": (SEND, "gl.static_range(0, SEND_CHUNK, SEND_ROWS)", "gl.static_range(0, SEND_CHUNK - SEND_ROWS, SEND_ROWS)"),
     "a sum without all results": (COMBINE, "lack += gl.sum((rows >= 0).to(gl.int32), 1)", "lack += gl.minimum(gl.sum((rows >= 0).to(gl.int32), 1), 1)"),
     "ids read before they are there": (PLAN, "    wait_for_all(control, IDS_READY, epoch, WAIT_IDS)\n", ""),
     "ids told before all have written": (PLAN, "    if arrived == gl.num_programs(0) - 1:", "    if arrived == 0:"),

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 from mok.engines.hopper import expert_parallel, expert_parallel_group, launch, peers
 from mok.engines.hopper.expert_parallel import FusedGroup, buffer_sizes, peer_table, signature_number
 from mok.engines.hopper.forward import ForwardConfig, _forward_kernel
-from mok.engines.protocol import MoETensors, PassOptions
+from mok.engines.protocol import MoETensors, PassOptions, SharedExpert
 from mok.fabric.flag_page import ABORT_HOST, MAX_RANKS
 from mok.fabric.process_group import FabricError, FabricTimeout
 from mok.plan import empty_plan, experts_of_rank, plan_capacity
@@ -29,21 +29,40 @@ def test_arguments_stand_in_the_kernel_s_order(T):
     plan = empty_plan(torch.zeros(T, K, dtype=torch.int32), E, R)
     state = torch.zeros(100, dtype=torch.int32)
     grain = launch.granularity(None, H, I)
-    sizes = launch.scratch_sizes(T, H, I, R, [], grain)
+    group = launch.GroupLaunch(state, 4096, 20, False, 0.25)
+    sizes = launch.scratch_sizes(T, H, I, R, [], grain, True)
     scratch = torch.zeros(sizes.bytes // 2, dtype=BF16)
-    arguments = launch._arguments(plan, tensors, PassOptions(), tensors.x, tensors.x, tensors.x, scratch, sizes, grain, state, 4096)
+    arguments = launch._arguments(plan, tensors, PassOptions(), tensors.x, tensors.x, tensors.x, scratch, sizes, grain, state, 4096, group)
     names = [name for name in _forward_kernel.arg_names if name not in ForwardConfig(False, several_ranks=True).constexprs()]
     assert len(arguments) == len(names)
     by_name = dict(zip(names, arguments, strict=True))
     assert by_name["row_to_rank"] is plan.row_to_rank and by_name["row_to_slot"] is plan.row_to_slot
     assert by_name["state"] is state and by_name["capacity"] == 4096 and by_name["T"] == T and by_name["K"] == K
+    assert sizes.results == 0 and by_name["results"].data_ptr() == scratch.data_ptr(), "routed results go home; the argument only has to be aligned"
+
+
+def test_results_of_several_ranks_are_those_of_shared_experts_alone():
+    """Rows of the shared experts begin at row 0; on one rank they stand behind the routed ones."""
+    T, H, I, E, K, R = 200, 64, 32, 2, 2, 1024
+    up, down = torch.zeros(2 * I, H, dtype=BF16), torch.zeros(H, I, dtype=BF16)
+    tensors = MoETensors(torch.zeros(T, H, dtype=BF16), torch.zeros(T, K), torch.zeros(E, 2 * I, H, dtype=BF16), torch.zeros(E, H, I, dtype=BF16),
+                         shared=(SharedExpert(up, down),))
+    plan, state = empty_plan(torch.zeros(T, K, dtype=torch.int32), E, R), torch.zeros(100, dtype=torch.int32)
+    grain = launch.granularity(None, H, I)
+    for group, first in ((None, R), (launch.GroupLaunch(state, 4096, 20, False, 0.25), 0)):
+        sizes = launch.scratch_sizes(T, H, I, R, [I], grain, group is not None)
+        scratch = torch.zeros(sizes.bytes // 2, dtype=BF16)
+        arguments = launch._arguments(plan, tensors, PassOptions(), tensors.x, tensors.x, tensors.x, scratch, sizes, grain, state, 4096, group)
+        names = [name for name in _forward_kernel.arg_names if name not in ForwardConfig(False).constexprs()]
+        by_name = dict(zip(names, arguments, strict=True))
+        assert by_name["shared_results_row"] == first and by_name["results_desc"].shape == [first + 256, H] and sizes.results == (first + 256) * H
 
 
 def test_where_experts_have_few_rows_or_large_weights_tasks_go_by_ticket():
     """The default alone: what a caller's Granularity says stands."""
     assert launch.granularity(None, 7168, 2048).tickets and not launch.granularity(None, 2048, 1024).tickets
     for T, tickets in ((2 * launch.FEW_ROWS - 1, True), (2 * launch.FEW_ROWS, False), (0, True)):
-        grain, _ = launch._default_sizes(T, 64, 32, 512, (), None, 1.0, T * 2 / 4)
+        grain, _ = launch._default_sizes(T, 64, 32, 512, (), None, 1.0, T * 2 / 4, False)
         assert grain.tickets is tickets
         assert replace(grain, tickets=False) == launch.granularity(None, 64, 32)
 
@@ -56,14 +75,14 @@ def test_bounded_buffers_have_the_rows_of_a_wave_and_the_plan_its_worst_case():
     plan = replace(plan, slot_to_rank=plan.slot_to_row, wave_tiles=torch.zeros(3, 2, dtype=torch.int32))
     group = launch.GroupLaunch(torch.zeros(100, dtype=torch.int32), 4096, 20, False, 0.25, wave_tiles=3)
     grain = launch.granularity(None, H, I)
-    sizes = launch.scratch_sizes(T, H, I, group.rows(plan), [], grain)
-    assert group.rows(plan) == 384 and sizes.results == 384 * H < launch.scratch_sizes(T, H, I, R, [], grain).results
+    sizes = launch.scratch_sizes(T, H, I, group.rows(plan), [], grain, True)
+    assert group.rows(plan) == 384 and sizes.elements <= launch.scratch_sizes(T, H, I, R, [], grain, True).elements
     x, scratch, z = tensors.x, torch.zeros(sizes.bytes // 2, dtype=BF16), torch.zeros(384, 2 * I, dtype=BF16)
     arguments = launch._arguments(plan, tensors, PassOptions(save_for_backward=True), x, z, z, scratch, sizes, grain, group.state, 4096, group)
     by_name = dict(zip([name for name in _forward_kernel.arg_names if name not in ForwardConfig(True, 2, True, True).constexprs()], arguments,
                        strict=True))
-    assert by_name["wave_tiles"] == 3 and by_name["wave_table"] is plan.wave_tiles and by_name["shared_results_row"] == 384
-    assert by_name["z_desc"].shape[0] == by_name["results_desc"].shape[0] == 384 and by_name["row_to_slot"].shape == (R,)
+    assert by_name["wave_tiles"] == 3 and by_name["wave_table"] is plan.wave_tiles and by_name["shared_results_row"] == 0
+    assert by_name["z_desc"].shape[0] == 384 and by_name["row_to_slot"].shape == (R,)
     assert replace(group, wave_tiles=None).rows(plan) == R
 
 

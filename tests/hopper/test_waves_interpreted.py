@@ -173,7 +173,7 @@ BACKWARD_FAULTS = {
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
 def test_a_planted_fault_of_backward_is_found(fault):
     name, old, new, wants = BACKWARD_FAULTS[fault]
-    for seed in range(6):
+    for seed in range(16):                                # some need a rare order; a fault that is found ends the loop
         world = BackwardWorld(2, 4, 2, [[200, 150]], seed, wave_tiles=[2, 1])
         simulation = BackwardSimulation(world, wants, mutations={name: [(old, new)]}, passes=BACKWARDS[:1], slow=0.03 * (seed % 2 == 0))
         simulation.memory.deadline = time.monotonic() + 1.2

@@ -236,7 +236,8 @@ def _send_home(s, rows, flags, m, dy_rows, NW: gl.constexpr, DEBUG: gl.constexpr
     if (s.wants & WANT_TOPK) != 0:
         _push_weight_gradients(s, rows, flags, m, dy_rows, NW)
     if (s.wants & WANT_X) != 0:
-        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)      # each counted behind its rows at home (storer)
+        # A DX task is counted behind its rows, which the storer has sent home.
+        wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
     nap(s.num_tiles + 17, DEBUG)
     thread_barrier()                          # the role's pulls and pushes before its arrival, whomever that tells
     sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
