@@ -95,7 +95,7 @@ def test_bounded_buffers_have_the_rows_of_a_wave(launches):
     group = replace(GROUP, wave_tiles=2)
     expert_parallel_backward.group_backward(plan, case.tensors, case.options, saved, case.dy, want_all(case), None, group, 1)
     ((_, arguments, _),) = launches
-    assert arguments["capacity"] == 2 and 256 < plan.num_rows and arguments["row_weights"].shape == (256,)
+    assert arguments["capacity"] == 2 and plan.num_rows > 256 and arguments["row_weights"].shape == (256,)
     tokens = -(-case.tensors.x.shape[0] // 128) * 128
     assert arguments["shared_results_row"] == 0 and arguments["results"].numel() == tokens * 272, "routed rows of dx go home: the shared expert's alone"
     assert arguments["row_to_slot"].data_ptr() == plan.row_to_slot.data_ptr() and arguments["tile_to_expert"] is plan.tile_to_expert

@@ -42,9 +42,9 @@ class BackwardScratch:
     """Scratch of one backward launch: elements of bf16 and of fp32 buffers. A buffer that no wanted gradient needs has none.
 
     dy_rows, x_rows, results (R, H); dz (R, 2I); wh (R, I); shared_dz, shared_wh: (num_shared * token rows, 2 or 1 times the widest I_s);
-    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones, which on several ranks
-    are in slots at home instead. With recompute z (R, 2I) and shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch. With waves z is that of later waves, and carry (fp32) has the
-    unfinished sums that one wave leaves to the next (`carry_words`).
+    partials, gates, gate_slopes in fp32. `results` holds the shared experts' rows behind the routed ones, which on several ranks are in slots at home instead.
+    With recompute z (R, 2I) and shared_z (T, sum of 2I_s) stand where forward's would; they live as long as the launch. With waves z is that of later waves,
+    and carry (fp32) has the unfinished sums that one wave leaves to the next (`carry_words`).
     """
     dy_rows: int
     x_rows: int
