@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 
 # Every file with device code, those that others import first
-FILES = ("sync", "tasks", "peers", "wave_loop", "gemm", "move", "expert_parallel_move", "forward", "backward_tasks", "backward_pipe", "backward_waves",
-         "backward_load", "backward_consume", "backward_store", "backward_move", "expert_parallel_backward_move", "backward", "expert_parallel_plan",
-         "plan_kernel")
+FILES = ("sync", "tasks", "peers", "wave_loop", "expert_parallel_send", "gemm", "move", "expert_parallel_move", "forward", "backward_tasks", "backward_pipe",
+         "backward_waves", "backward_load", "backward_consume", "backward_store", "backward_move", "expert_parallel_backward_move", "backward",
+         "expert_parallel_plan", "plan_kernel")
 
 
 def settle() -> None:

@@ -1,9 +1,9 @@
-"""Movers of the forward kernel on several ranks: rows of x are pulled from their homes, results pushed home and summed (docs/expert-parallel-kernel.md).
+"""Movers of the forward kernel on several ranks: rows of x are pulled from their homes, what has come home is summed (docs/expert-parallel-kernel.md).
 
 First consumer 1 of every CTA copies its share of this rank's tokens into the buffer that peers read and zeroes its share of the counters of
-arrived results; the last to finish publishes `x_ready`. Movers then, in this order of preference: pull 16 rows into the ring, push 16 finished
-results into their tokens' slots at home, sum a complete token. Nothing that they wait for waits for them: a pull waits for GEMM tasks
-of earlier tiles, a push for GEMM tasks of its own tile, a sum for pushes; the buffers pushed from and to hold every row, so no push waits for room.
+arrived results; the last to finish publishes `x_ready`. Movers then pull 16 rows into the ring where there is room, else sum a complete token. Nothing that
+they wait for waits for them: a pull waits for GEMM tasks of earlier tiles, a sum for results that storers send (expert_parallel_send.py); slots hold
+every row, so nobody waits for room in them.
 
 Slots and rows are those of RoutingPlan on several ranks: row_to_rank is a row's home, row_to_slot its slot (token*K + k) there.
 """
