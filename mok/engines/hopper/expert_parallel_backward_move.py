@@ -233,12 +233,12 @@ def _of_wave(launch, waves, NW: gl.constexpr, RECOMPUTE: gl.constexpr):
 def _send_home(s, rows, flags, m, dy_rows, NW: gl.constexpr, DEBUG: gl.constexpr):
     """Push this rank's gradients of routing weights to their homes, tell all ranks once rows of dx are there too, and wait until all have told."""
     epoch = _epoch(flags.control)
+    nap(s.num_tiles + 17, DEBUG)
     if (s.wants & WANT_TOPK) != 0:
         _push_weight_gradients(s, rows, flags, m, dy_rows, NW)
     if (s.wants & WANT_X) != 0:
         # A DX task is counted behind its rows, which the storer has sent home.
         wait_at_least(flags.totals + DX_DONE, all_dx_tasks(s), flags.control, WAIT_ALL_DX, s.T)
-    nap(s.num_tiles + 17, DEBUG)
     thread_barrier()                          # the role's pulls and pushes before its arrival, whomever that tells
     sent = gl.atomic_add(flags.x_ready + m.num_experts + 1, 1, sem="acq_rel", scope="gpu")
     # ... and every CTA's arrival before the signal (rule 3). A CTA that skipped a push has seen the abort flag; peers then wait for this rank's word.
